@@ -105,7 +105,7 @@ class TraceInfo(Result):
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Folder -> bytes; `dense` contains the captured distributions."""
+    """Number of bytes in each folder; `dense` contains the captured distributions."""
     num_captured: int
     num_located: int = 0
     """Number of stored `locate` results."""

@@ -142,7 +142,7 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Report the error of the quantiles in rows of `stats`; empty if they are exact."""
+    """Describe the error of the quantiles in rows of `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []

@@ -2,7 +2,8 @@
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
 -- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
 --   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is the same for each sequence with tokens.
---   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same of -d. With k1 they are means of -d and d, with k2 of d^2 / 2.
+--   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same for -d. With k1 they are means of -d and d,
+--   with k2 of d^2 / 2.
 --   js_divergence_error = mean of half the k3 of a against m plus half that of b, m = mean of both probabilities.
 --   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, with infinities and NaN as 0; at sequence
 --   level mean of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a

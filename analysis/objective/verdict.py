@@ -66,7 +66,7 @@ class Objective(Result):
     cannot_codes: tuple[Statement, ...]
     """Questions without an answer, as codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Name -> figure of the run; see figures.FIGURES."""
+    """Figures of the run by name; see figures.FIGURES."""
     steps: Rows
     """One row per update: step, iteration and the figures."""
 

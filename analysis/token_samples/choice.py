@@ -28,7 +28,8 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Minimum number of response tokens searched; a run with fewer is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens searched if the trace stores the pair's sums, so that the search need not read tokens."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, which spares the search from reading
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class LookedAt:
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, evenly spaced ones."""
+    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, and evenly spaced
+    ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -178,9 +180,9 @@ class Choice:
     """The sequences to show, in order."""
 
     why: dict[int, tuple[str, ...]]
-    """Index of a chosen sequence in SequenceMismatch -> reasons why it was chosen."""
+    """Reasons why each sequence was chosen, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
-    """First reason of a sequence -> number of such sequences omitted to stay within max_tokens."""
+    """Number of sequences omitted to stay within max_tokens, by the first reason for which each was chosen."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:

@@ -87,7 +87,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, True if secondary) for each line in the stacked figures, in the order in which colours are assigned."""
+    """Return the name of each line in the stacked figures, and whether it is secondary, in the order of their colours."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:

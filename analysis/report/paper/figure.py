@@ -30,7 +30,7 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Name of a width -> (width of a single figure, width of the run's overview), inches: one column and the full text width."""
+"""Widths by name, in inches: that of a single figure (one column), and that of the run's overview (the full text width)."""
 DPI, SMALL = 200, 6.5
 """Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
@@ -181,7 +181,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines (coloured by their index in `places`), bands and marks; return the legend as name -> artist."""
+    """Draw lines (coloured by their index in `places`), bands and marks; return the legend's artists by name."""
     # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
