@@ -24,7 +24,7 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch dtype name of the weights."""
+"""torch dtype names of the weights, by value of --dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
 """Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
@@ -177,7 +177,7 @@ class Arm:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes to the recorded settings: field -> value."""
+        """Changes to the recorded settings: values by field."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
@@ -215,12 +215,12 @@ class Arm:
 
 
 def options_of(kind: type) -> dict[str, ArmOption]:
-    """Return option name -> description, for every option of this kind of arm."""
+    """Return the descriptions of all options of this kind of arm, by name."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
 
 OPTIONS = options_of(Arm)
-"""Option name -> description, for every option of an arm."""
+"""Descriptions of all options of an arm, by name."""
 
 
 def names_for(user: str) -> list[str]:

@@ -40,7 +40,7 @@ class _Wanted:
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> sequences already scored under this arm; None if all sequences are."""
+    """Sequences already scored under this arm, by step; None if all sequences are."""
     is_replaced: bool = False
     """True if the arm's existing pass is removed before the arm is scored."""
 
@@ -69,10 +69,10 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
-    The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm is meaningful
-    only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without `force`, an arm
-    that already has all steps is refused, and so is a name that is already in use for other changes. One model is in
-    memory at a time, and arms share it if possible.
+    The recording itself is always replayed first, as `replay/as-recorded`: the difference that another arm makes is
+    meaningful only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without
+    `force`, an arm that already has all steps is refused, and so is a name that is already in use for other changes.
+    One model is in memory at a time, and arms share it if possible.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
     groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
@@ -201,7 +201,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Return the remaining work of each arm."""
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Arm -> version of the weights that the arm would have loaded last."""
+    """Version of the weights that each arm would have loaded last, by arm."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -257,7 +257,7 @@ class _Unit:
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """Arm -> `_Wanted.there` for this step when the replay began."""
+    """`_Wanted.there` by arm, for this step when the replay began."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"

@@ -44,7 +44,7 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the engine that the arm needs. Arms with equal keys share an engine."""
+        """Key of the engine that the arm needs. Arms with the same key share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 

@@ -161,7 +161,7 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How many sequences and tokens to show at most."""
+    """Limits on the sequences and tokens to show."""
 
     worst: int = 24
     random: int = 16

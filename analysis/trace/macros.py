@@ -49,7 +49,7 @@ class MacroFile(Generic[Owner]):
 
 
 class Catalogue(Generic[Owner]):
-    """Name of a macro, view or function -> files that a query with this name needs."""
+    """Files that a query needs if it has the name of a macro, view or function, by that name."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -100,7 +100,7 @@ def quoted_pair(pair: tuple[str, str]) -> str:
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct from field name -> SQL type.
+    """Return the SQL type of a struct, given the SQL types of its fields by name.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'

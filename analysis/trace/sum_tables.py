@@ -57,7 +57,8 @@ class SumTables:
         ]
         """Kind, pair, and run with URL, of every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs whose tables cover every sequence in the views -> True if the sums were computed, False if stored."""
+        """Pairs whose tables cover every sequence in the views, each with True if the sums were computed, False if
+        stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
         """The same mapping for sums over whole runs."""
         self._condition = ""

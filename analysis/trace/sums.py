@@ -207,7 +207,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Return run -> its rows, without the run column; the rows of a run must be contiguous."""
+    """Return the rows by run, without the run column; the rows of a run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])

@@ -31,10 +31,10 @@ _MOVING = ("k3", "reward", "grad_norm")
 """Names of the series for which changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after this many times a step's average duration, and at least `SILENT_S` seconds."""
+"""Silence is reported after this many times a step's average duration, but not before `SILENT_S` seconds."""
 SETTLED_S = 60.0
-"""Time without new data, seconds, after which a recorded command without an exit code is assumed to have ended because
-`tim-trace record` was killed."""
+"""Time without new data, in seconds, after which a recorded command without an exit code is assumed to have ended
+because `tim-trace record` was killed."""
 
 
 class Watcher:

@@ -53,8 +53,8 @@ _NO_MATTER = frozenset({
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     """Add the recorded adapters to the rebuilt model, without loading their weights, and return the PEFT model.
 
-    `identity` is the recorded description of the model: `adapters` (name -> PEFT config) and `active_adapter`. Only LoRA's
-    own fields are used, so that a trace cannot make this import anything. Raises CannotReplay.
+    `identity` is the recorded description of the model: `adapters` (PEFT configs by name) and `active_adapter`. Only
+    LoRA's own fields are used, so that a trace cannot cause any import. Raises CannotReplay.
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -25,7 +25,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way but does not call these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for its package. Without it, transformers would fetch a kernel from the hub."""
+"""transformers' check for the package of an attention, by attention. Without the package, it would fetch a kernel."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Code -> reason why the recorded bits are not reproduced."""
+"""Reasons why the recorded bits are not reproduced, by code."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -225,7 +225,7 @@ def check_dtype(name: str) -> None:
 def model_class(path: str) -> Any:
     """Return transformers' language model class with this full name. Raises CannotReplay.
 
-    The name is looked up in transformers' own lists, so that a trace cannot make this import anything else.
+    The name is looked up in transformers' own lists, so that a trace cannot cause any other import.
     """
     with collector_paused():
         import transformers

@@ -1,4 +1,4 @@
-"""`tim-trace gradient`: run forward and backward of recorded steps again, as recorded and with changes."""
+"""`tim-trace gradient`: rerun the forward and backward passes of recorded steps, as recorded and with changes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters, name -> parameter; a tied parameter appears under its first name."""
+        """Trainable parameters by name; a tied parameter appears under its first name."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:

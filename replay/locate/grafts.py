@@ -56,7 +56,7 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 logprobs with the giver's operators, in the batches of `of`."""
+        """Return the taker's [T] float64 logprobs by sequence, with the giver's operators, in the batches of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
@@ -165,7 +165,7 @@ class VllmGiver(Graft):
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """Name in transformers -> function that runs vLLM's computation on the same inputs."""
+        """Functions that run vLLM's computation on the same inputs, by name in transformers."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts

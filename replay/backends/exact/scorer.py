@@ -80,7 +80,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def key(self) -> LoadKey:
-        """Key of the model that the arm needs; arms with equal keys share a model."""
+        """Key of the model that the arm needs; arms with the same key share a model."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     @property
