@@ -40,13 +40,13 @@ class Correction:
     """Upper bound on the ratio; a larger ratio gets the weight `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Lower bound on the sum of d of a kept sequence, nats; each d is clamped to +-20 nats."""
+    """Lower bound on the sum of d in a kept sequence, nats; each d is clamped to +-20 nats."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Lower bound on the mean d of a kept sequence, nats."""
+    """Lower bound on the mean d in a kept sequence, nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Upper bound on the mean of exp(d) - 1 - d of a kept sequence, nats."""
+    """Upper bound on mean(exp(d) - 1 - d) in a kept sequence, nats."""
     k2_high: float = _INFINITY
     """Upper bound on d^2 / 2 of every token in a kept sequence, nats."""
     token_low: float = 0.0

@@ -76,8 +76,8 @@ def replay(
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
     groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
-    the recorded batches run whole forwards, because other neighbours would change the bits. Arms with their own batch
-    shape run only the sample.
+    the recorded batches run whole forwards, because different neighbours would change the bits. Arms with their own
+    batch shape run only the sample.
 
     `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
     folder with the run's checkpoints, for a trace without weights.
@@ -86,7 +86,7 @@ def replay(
     and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
     fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
     replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` is
-    the reason if the bits of the recording differ.
+    the reason if the replayed bits differ from the recorded ones.
 
     `dry_run` writes nothing. It scores the first rows under each arm in this process, and returns a `plan` with each
     arm's remaining work and time.

@@ -133,7 +133,7 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of consecutive steps above its level after which the alert on the mismatch or the gradient norm fires."""
+"""Number of steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:

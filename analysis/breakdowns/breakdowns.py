@@ -64,7 +64,7 @@ class Queries:
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return the query for the number of tokens by bins of probability and of d (from -reach to reach)."""
+        """Return the query for the number of tokens per bin of probability and d (from -reach to reach)."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),

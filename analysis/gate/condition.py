@@ -174,13 +174,13 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Columns with the maximum of each sequence, by the column of `stats` with the maximum of the run."""
+"""For each column of `stats` that is a maximum, the column with each sequence's maximum."""
 
 MOST_NULL = 0.5
 """Share of the loss tokens without a logprob in a pass above which a metric does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
-"""Probabilities of the columns of `stats` that are quantiles of |d|."""
+"""Probability of each quantile of |d| among the columns of `stats`."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
@@ -198,7 +198,7 @@ class SequenceColumns:
     values: dict[str, Array]
     """[N] columns by name; the statistics are computed from the totals of these columns."""
     largest: dict[str, Array]
-    """[N] maxima of each sequence, by the column names that are the values of LARGEST."""
+    """[N] maximum of each sequence, by column name; the names are the values of LARGEST."""
     unit_N: np.ndarray
     """[N] index of the group that each sequence belongs to."""
 

@@ -133,7 +133,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Values of Loss fields that neither the trace nor an option sets, by name of the loss. The bounds of gspo are from
+"""Values of Loss fields that neither the trace nor an option sets, by kind of loss. The bounds of gspo are from
 arXiv 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 

@@ -196,4 +196,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from one run: the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Notes that a report shows when the reader hovers over a word, by word."""
+"""For each word, the note that a report shows when the reader hovers over it."""

@@ -35,7 +35,7 @@ PARTS = 20
 """Maximum number of parts of a jackknife, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Within these limits, _BEYOND resamples are to fall beyond each bound."""
+"""Minimum and maximum number of resamples. Within these limits, about _BEYOND resamples fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5

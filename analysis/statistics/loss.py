@@ -67,7 +67,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return the [K] log-ratios of terms from the [T] of tokens, which are 0 for masked tokens; `num_N` tokens count.
+    """Return the terms' log-ratios [K], given the tokens' [T], which are 0 for masked tokens; `num_N` tokens count.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()

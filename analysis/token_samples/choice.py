@@ -28,8 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Minimum number of response tokens searched; a run with fewer is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens to search if the trace stores the pair's sums, which spares the search from reading
-tokens."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, in which case no tokens need to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class MacroFile(Generic[Owner]):
 
 
 class Catalogue(Generic[Owner]):
-    """Files that a query needs if it has the name of a macro, view or function, by that name."""
+    """For each name of a macro, view or function, the files that a query with this name needs."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}

@@ -33,7 +33,8 @@ from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 Prepare = Callable[[Any], None]
 """Function that modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Function that observes one forward pass. It takes the batch, and where to record each row's values, by row index."""
+"""Function that observes one forward pass. It takes the batch, and the objects that record the rows' values, by row
+index."""
 
 
 class Execution:

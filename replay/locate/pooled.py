@@ -35,7 +35,7 @@ class Pooled:
     in_double: Found = field(default_factory=lambda: defaultdict(list))
     """Results by operator if a side's code runs in float64, each with the sequence on which it was judged."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """True, by side, if the side's code and the recorded model give the same log-probabilities, both in float64."""
+    """For each side, True if its code and the recorded model give the same log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """[T] log-probabilities of the response by side and sequence, nats."""

@@ -94,7 +94,8 @@ def dash(place: int, *, is_side: bool = False) -> Any:
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis that has limits with plain numbers; a logarithmic one at powers of ten if it spans enough of them."""
+    """Label an axis with plain numbers if it has limits; a logarithmic one at powers of ten if it spans enough of
+    them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
