@@ -246,7 +246,7 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _correlation(sums: ErrorSums) -> float:
-    """Return Pearson's correlation of the two errors; NaN if one is constant."""
+    """Return Pearson's correlation between the two errors; NaN if one is constant."""
     error, square = ([sums.totals[f"{side} {name}"] for side in (TRAIN, ROLLOUT)] for name in ("error", "square"))
     num = sums.totals["num_tokens"]
     common = square[0] - fsum(sums.groups[TRAIN]) - error[0] * error[1] / num

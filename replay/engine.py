@@ -76,8 +76,8 @@ def replay(
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
     groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
-    the recorded batches run whole forwards, because different neighbours would change the bits. Arms with their own
-    batch shape run only the sample.
+    the recorded batches run whole forward passes, because different neighbours would change the bits. Arms with their
+    own batch shape run only the sample.
 
     `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
     folder with the run's checkpoints, for a trace without weights.
@@ -153,7 +153,7 @@ def _wanted(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as that of TRL; importing TRL would take most of a dry run.
+    if dry_run:  # Our scoring code is as fast as TRL's; importing TRL would take most of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -257,7 +257,7 @@ class _Unit:
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """`_Wanted.there` by arm, for this step when the replay began."""
+    """Sequences already scored in this step when the replay began, by arm; see `_Wanted.there`."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
@@ -412,7 +412,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         if scorer.run.replayed_pass == ROLLOUT:
             differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine, so d is the mismatch",)
         if not all(row.composition_known for row in scored.rows):
-            differs += ("batch composition: not recorded, now one row per forward",)
+            differs += ("batch composition: not recorded, now one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(

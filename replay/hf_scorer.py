@@ -41,8 +41,8 @@ class HfScorer:
     """Scorer of an arm, on a rebuilt transformers model. All arms with the same load key share this model."""
 
     keeps_recorded_rows = True
-    """True if the identity arm must fail instead of running fewer rows per forward than recorded."""
-    pass_of_rows = "per forward"
+    """True if the identity arm must fail instead of running fewer rows per forward pass than recorded."""
+    pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         if run.model_factory is not None:

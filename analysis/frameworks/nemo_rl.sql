@@ -1,4 +1,4 @@
--- Numbers of NeMo-RL 0.7.0: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
+-- NeMo-RL 0.7.0's numbers: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
 -- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
 --   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is the same for each sequence with tokens.
@@ -11,7 +11,8 @@
 --   share of sequences with exp(mean of d) outside them.
 --   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), for sequences exp(mean of it),
 --   with disable_ppo_ratio mean of current; probs_ratio_clamped the same, clamped to 1 - ratio_clip_min and 1 + ratio_clip_max.
---   All are NULL without the pass current. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and logs -1
+--   All are NULL without the `current` pass. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and
+--   logs -1
 --   if all are; here this applies per sequence.
 --   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
 --   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of

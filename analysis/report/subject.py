@@ -161,7 +161,8 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase for these steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase that describes these
+    steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:

@@ -48,7 +48,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
+    """Residual sums of squares of the lines fitted to segments of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)

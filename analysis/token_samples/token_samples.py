@@ -118,7 +118,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return [R] float64 d, nats; NaN where the token does not count or a logprob is missing or not finite."""
+        """Return d as float64 [R], nats; NaN where the token does not count or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)

@@ -178,7 +178,7 @@ def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
 
 
 def sample_sentence(number: int, total: int) -> str:
-    """Return a phrase that says how many of the sequences in its steps a pass sampled."""
+    """Return a phrase that says how many sequences a pass sampled in its steps."""
     return f"a sample: {number:,} of {total:,} sequences in its steps"
 
 

@@ -94,7 +94,8 @@ class Database:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reading to `progress` inside the context; a `cached` result is reported only to its first caller."""
+        """Report to `progress` what is read inside the context; a `cached` result is reported only to its first
+        caller."""
         before, self.progress = self.progress, progress
         try:
             yield

@@ -32,7 +32,7 @@ _DENSE_TOKENS = 1 << 16
 _BLOCK_TOKENS = 1 << 20
 """Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Number of gathered values from which equal values are stored once, with a count."""
+"""Once this many values are gathered, equal values are stored as one value with a count."""
 
 Cuts = tuple[float | None, ...]
 """One quantile for each of SHARES; None if there are no values."""

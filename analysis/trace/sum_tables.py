@@ -1,4 +1,4 @@
-"""Tables of sums, stored in traces or computed since they were opened, and the choice between the two."""
+"""Tables of sums, stored in traces or computed since the traces were opened, and the choice between the two."""
 
 from __future__ import annotations
 

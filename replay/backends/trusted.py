@@ -184,7 +184,7 @@ def attention_here(
 
     `path` is the model's class; `allowed` are hub kernels that the user allows; `is_half` means 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward over whole rows
+    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward pass over whole rows
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:

@@ -23,7 +23,7 @@ class GradientScorer(HfScorer):
     """Computes gradients of losses on a model in its recorded mode (train or eval)."""
 
     keeps_recorded_rows = False
-    pass_of_rows = "per forward and backward"
+    pass_of_rows = "per forward and backward pass"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, in train mode and with gradient checkpointing as recorded."""
@@ -47,7 +47,7 @@ class GradientScorer(HfScorer):
 
     @property
     def has_dropout(self) -> bool:
-        """True if the forward uses dropout, which makes its results differ between runs."""
+        """True if the forward pass uses dropout, which makes its results differ between runs."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)

@@ -242,7 +242,7 @@ def _heard_exactly(
 def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
-        why = "comparing operators requires one forward per row that runs every operator"
+        why = "comparing operators requires one forward pass per row that runs every operator"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:

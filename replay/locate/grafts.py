@@ -61,7 +61,7 @@ class Graft:
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Make the taker's forward compute these operators with the giver's code, within the block."""
+        """Make the taker's forward pass compute these operators with the giver's code, within the block."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -116,7 +116,7 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Run the giver once, and return its attention functions and masks for a forward of the taker."""
+        """Run the giver once, and return its attention functions and masks for one of the taker's forward passes."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}

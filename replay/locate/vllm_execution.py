@@ -1,7 +1,7 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
-in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
+vLLM packs the tokens of several sequences into one forward pass, without padding. A sequence's tokens arrive in one
+pass, in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
 width.

@@ -139,7 +139,7 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return HTML for a word with a note that opens by mouse or keyboard."""
+    """Return HTML for a word with a note that mouse or keyboard can open."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )

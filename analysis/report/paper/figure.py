@@ -32,7 +32,7 @@ WIDTHS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Widths by name, in inches: that of a single figure (one column), and that of the run's overview (the full text width)."""
 DPI, SMALL = 200, 6.5
-"""Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
+"""Resolution, in dots per inch, and font size of tick labels and legends, in points (other text is set in 8 points)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
