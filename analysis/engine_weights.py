@@ -1,6 +1,6 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
 
-The engine's digest is that of the tensor read back from the engine, else of the tensor last sent to it. Identical
+The engine's digest is that of the tensor read back from the engine, or else of the tensor last sent to it. Identical
 digests mean identical bits in the engine's dtype, so nothing is estimated.
 """
 

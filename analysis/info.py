@@ -353,7 +353,7 @@ def state_of(source: Source) -> str:
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """Return `live` if any writer or `tim-trace record` is still running, else the worst state of the writers."""
+    """Return `live` if any writer or `tim-trace record` is still running, otherwise the worst state of the writers."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}

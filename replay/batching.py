@@ -119,9 +119,10 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns where forwards through a KV cache begin and end: the prompt, then chunks of the response.
+    """Return the columns where forward passes through a KV cache begin and end: the prompt, then chunks of the
+    response.
 
-    Without `cached_tokens`, or with packed rows, there is a single forward.
+    Without `cached_tokens`, or with packed rows, there is a single pass.
     """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]

@@ -219,7 +219,7 @@ class HfScorer:
         """Score rows with the loaded weights. `advance` is called with the number of tokens in each completed forward
         pass.
 
-        If memory runs out, later forwards have half as many rows, unless the arm sets the batch shape. Raises
+        If memory runs out, later forward passes have half as many rows, unless the arm sets the batch shape. Raises
         CannotReplay.
         """
         return self._within_memory(rows, partial(self._score, rows, advance))

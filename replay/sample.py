@@ -22,8 +22,8 @@ SEED = 20_260_000
 STEPS_AT_ONCE = 64
 """Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, which offsets the places of each step. Its multiples modulo 1 are spread evenly over [0, 1) for
-any choice of steps."""
+"""Golden ratio minus 1, which offsets the places from step to step. Its multiples modulo 1 are spread evenly over [0,
+1) for any choice of steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class VllmScorer:
 
     @property
     def dtype(self) -> str:
-        """Torch name of the engine's dtype: that of the arm, else of the recorded engine, else of the trainer."""
+        """Torch name of the engine's dtype: the arm's, or else the recorded engine's, or else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype

@@ -35,8 +35,8 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ; add the names of bitwise-equal series to `same`, and of series that differ only by
-    noise to `within`."""
+    """Yield the series that differ; add the names of bitwise-equal series to `same`, and the names of series that
+    differ only by noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -97,7 +97,8 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of one step; infinity without noise; None if insignificant.
+    """Return the mean difference in standard deviations of one step; infinity if there is no noise; None if
+    insignificant.
 
     The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of a few steps follows
     Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,

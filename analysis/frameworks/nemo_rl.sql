@@ -12,8 +12,7 @@
 --   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), for sequences exp(mean of it),
 --   with disable_ppo_ratio mean of current; probs_ratio_clamped the same, clamped to 1 - ratio_clip_min and 1 + ratio_clip_max.
 --   All are NULL without the `current` pass. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and
---   logs -1
---   if all are; here this applies per sequence.
+--   logs -1 if all are; here this applies per sequence.
 --   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
 --   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
 --   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.

@@ -5,8 +5,7 @@
 --   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
 --   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without
 --   tokens the ratio 1.
--- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the `current` pass or without
--- advantages:
+-- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the `current` pass or advantages:
 --   the ratio is exp(current - a) of a token; with importance_sampling_level sequence, exp of a sequence's mean of current - a;
 --   with trainer rloo, exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
 --   positive one; ratios are capped at delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max the

@@ -98,7 +98,7 @@ class Objective(Result):
 
 SMALL, LARGE = 0.001, 0.05
 """Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. They are tim-trace's
-own convention: rewards are so noisy that a bias of 0.1% is invisible, but 5% is visible."""
+own convention: rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:

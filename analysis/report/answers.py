@@ -176,7 +176,8 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias: its direction and size if the direction is certain, else the size of the noise."""
+    """Return the code for the net bias: its direction and size if the direction is certain, otherwise the size of the
+    noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):

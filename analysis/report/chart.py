@@ -41,7 +41,7 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """Return a [n] bool mask of the points drawn as dots: every point of a short line; otherwise only points whose
+        """Return an [n] bool mask of the points drawn as dots: every point of a short line; otherwise only points whose
         neighbours are missing, which no line segment reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:

@@ -1,4 +1,4 @@
-"""Divide a series exactly into the straight segments of least cost.
+"""Find the exact division of a series into straight segments with the least cost.
 
 ruptures' Pelt finds the same cuts, 7 times (60 steps) to 70 times (1,000 steps) slower.
 

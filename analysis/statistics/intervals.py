@@ -1,4 +1,5 @@
-"""Compute confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
+"""Compute confidence intervals over groups, because sequences from one prompt and tokens of one sequence are
+correlated.
 
 Groups are resampled. A group is the sequences of one step with one `group_id`, or a single sequence without one.
 benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
@@ -110,7 +111,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval of the largest value, whose upper bound is that value.
+    """Return an interval for the largest value; its upper bound is that value.
 
     Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """

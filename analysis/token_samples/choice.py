@@ -1,6 +1,6 @@
 """Choose the steps to search and the sequences to show, and describe this choice.
 
-In a small run all steps are searched, in a large one some. Shapes: N sequences, ordered by step and name.
+In a small run, all steps are searched; in a large one, only some. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, else from
+    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, otherwise from
     tokens.
     """
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"

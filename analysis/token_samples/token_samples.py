@@ -256,7 +256,7 @@ class TokenSample:
     advantages: np.ndarray | None
     """[T] float32 if advantages were recorded per token; None otherwise, see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b, else from pass a; NaN if missing; None if neither pass has entropies."""
+    """[T] float32, nats, from pass b, or else from pass a; NaN if missing; None if neither pass has entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

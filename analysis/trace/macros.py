@@ -34,7 +34,7 @@ class MacroFile(Generic[Owner]):
     functions: tuple[str, ...] = ()
     """Names of the Python functions and tables registered by `register` or `define`."""
     is_listed: bool = True
-    """True if queries that list macros list those of this file."""
+    """True if queries that list macros include those of this file."""
 
     @cached_property
     def names(self) -> frozenset[str]:

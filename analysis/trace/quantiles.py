@@ -1,4 +1,4 @@
-"""Compute quantiles of |d|: exactly for values in memory, else from histograms, which can be merged.
+"""Compute quantiles of |d|: exactly for values in memory, otherwise from histograms, which can be merged.
 
 A histogram bin counts the values whose doubles share their upper bits: sign, exponent, and the first BITS of the
 mantissa. An octave has 2^BITS bins, so the middle of a bin is within a relative error of ERROR of every value in the

@@ -180,7 +180,7 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and the code of the reason if it replaces the recorded attention, else None.
+    """Return the attention to run, and the code of the reason if it replaces the recorded attention, otherwise None.
 
     `path` is the model's class; `allowed` are hub kernels that the user allows; `is_half` means 16-bit activations.
     """

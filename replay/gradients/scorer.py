@@ -60,10 +60,10 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with each
-        forward's logprobs.
+        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with the
+        logprobs of each forward pass.
 
-        If memory runs out, later forwards have half as many rows. Raises CannotReplay.
+        If memory runs out, later forward passes have half as many rows. Raises CannotReplay.
         """
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
