@@ -24,7 +24,7 @@ BAND = "#009E73"
 """Colour for ranges published in papers."""
 
 _FEW = 40
-"""Maximum number of points for a line to be drawn with a dot at every point."""
+"""Lines with at most this many points are drawn with a dot at every point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class SumTables:
         """Pairs whose tables cover every sequence in the views, each with True if the sums were computed, False if
         stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """The same mapping for sums over whole runs."""
+        """The same for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` for the steps in the views; empty if they have all steps."""
         self.files: list[ComputedFile] = []

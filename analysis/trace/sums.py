@@ -55,7 +55,7 @@ EXACT_TOKENS = 32 << 20
 
 
 Quantiles = tuple[Any, ...]
-"""A run, followed by the values in the columns that a quantile table has after the pair."""
+"""A row of a quantile table: the run, then the values of the columns after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +430,7 @@ def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Return the exact quantiles of a run from |d| of its tokens, whose arrays are not concatenated."""
+    """Return the exact quantiles of a run from its tokens' |d|, without concatenating the arrays."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:

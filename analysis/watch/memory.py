@@ -77,7 +77,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counts a trace's rows, repeatedly; sealed files never change, so each is opened only once."""
+    """Repeatedly counts a trace's rows; sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair

@@ -1,4 +1,4 @@
-"""An arm's model with a differentiable forward."""
+"""An arm's model with a differentiable forward pass."""
 
 from __future__ import annotations
 

@@ -155,9 +155,9 @@ class StepPasses:
             why.append(f"memory ran out, so forward passes had only {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))
         why.append(
-            "the forward reproduced the recorded logprobs bit for bit"
+            "the forward pass reproduced the recorded logprobs bit for bit"
             if seen.held
-            else f"the forward's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
+            else f"the forward pass's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
         )
         return why
 
