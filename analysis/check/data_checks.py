@@ -415,7 +415,10 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         other = asked & (np.abs(relative - 1) >= 0.02)
         factor = float(np.nanmedian(relative[other])) if other.any() else 1.0
         fits = np.abs(relative[other] / factor - 1) < 0.02
-        if usual > 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and abs(factor - 1) > 0.1:
+        # A factor that changes for whole steps is told with its first step.
+        within = (mean_of(at, other * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[other]
+        is_clear = usual >= 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and abs(factor - 1) > 0.1
+        if is_clear and 0.05 < np.median(within) < 0.95:
             rule = "the wrong sign" if abs(factor + 1) < 0.02 else f"{factor:.3g} times the usual scale"
             return "advantages_mixed", other, {"rule": rule, "num": int(other.sum())}
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
