@@ -422,6 +422,10 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
             rule = "the wrong sign" if abs(factor + 1) < 0.02 else f"{factor:.3g} times the usual scale"
             return "advantages_mixed", other, {"rule": rule, "num": int(other.sum())}
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
+    if (rest := asked & ~ratio["centred"]).any():
+        divided = a / np.where(asked, scales["normalised"], np.nan)
+        factor = float(np.nanmedian(divided[rest]))  # 1, or less with a degree of freedom
+        ratio["normalised"] = np.abs(divided / factor - 1) < 0.02 if 0.6 < factor < 1.5 else ratio["normalised"]
     only = {name: ratio[name] & ~ratio[other] & asked for name, other in itertools.permutations(scales)}
     if (
         min(each.sum() for each in only.values()) > 0.05 * asked.sum()
@@ -888,7 +892,7 @@ def _recorded_text(run: _Run) -> Iterator[DataFinding]:
         affected = np.isin(np.arange(len(at)), sample.seq[there & everywhere])
         last = np.unique(sample.tokens[sample.starts[1:][affected] - 1], return_counts=True)[1]
         # A token that always precedes the end token is followed by one id, what comes after the end by several.
-        is_end = counts.max() >= max(8, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum()
+        is_end = counts.max() >= max(12, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum()
         if is_end and last.max() < 0.5 * last.sum():
             numbers = {"num": int(counts.max()), "of": int(rows.sum()), "token": int(token), "distance": distance}
             yield run.finding("tokens_after_end", affected, at, _BY_ROW, numbers)

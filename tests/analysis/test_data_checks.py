@@ -72,7 +72,10 @@ def write(
             else:
                 recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
                 recorder.add_scores(
-                    "train", batch, logprobs=step.scored(), entropy=step.entropies() if entropy else None
+                    "train",
+                    batch,
+                    logprobs=step.scored(),
+                    entropy=[row * np.float32(entropy) for row in step.entropies()] if entropy else None,
                 )
             recorder.add_metrics(number, metrics(step, np.asarray(given["reward"]), number))
     return path
@@ -197,6 +200,14 @@ def of_first_rows(recorder, batch, step, number):
         recorder.add_scores(name, batch, logprobs=[values[row - row % IN_GROUP] for row in range(len(GROUP))])
 
 
+def parts_of(step):
+    """Two reward functions of each response."""
+    return {
+        "accuracy": np.array([float(np.mean(row % 3 == 0)) for row in step.responses]),
+        "format": np.array([float(row[0] % 2) for row in step.responses]),
+    }
+
+
 def stopped(step):
     """Responses that end with an end token, except those of the full length; all are said to have stopped."""
     longest = max(map(len, step.responses))
@@ -228,6 +239,19 @@ FAULTS = {
     "noise from 3": ("advantages_unrelated", 3, {"advantage": since(3, lambda r: np.random.default_rng(len(r)).normal(size=len(r)))}),
     "sign": ("advantages_inverted", None, {"advantage": lambda r, n: -grpo(r)}),
     "sign from 6": ("advantages_inverted", 6, {"advantage": since(6, lambda r: -grpo(r)), "reward": graded}),
+    "sign of every other row": ("advantages_mixed", None, {"advantage": lambda r, n: grpo(r) * np.where(np.arange(len(r)) % 2, -1, 1)}),
+    "scale of one rank": ("advantages_mixed", None, {"advantage": lambda r, n: grpo(r) * np.where(np.arange(len(r)) % 3, 1, 4), "reward": graded}),
+    "half without division": ("advantages_mixed", None, {"advantage": lambda r, n: np.where(GROUP % 2, grpo(r), centred(r)), "reward": graded}),
+    "first three rows": ("baseline", None, {"advantage": lambda r, n: r - r.reshape(-1, IN_GROUP)[:, :3].mean(1)[GROUP], "reward": graded}),
+    "advantages of equal rewards": ("advantages_of_equal", None, {"advantage": lambda r, n: np.where(spread(r) > 0, grpo(r), 3.0), "reward": lambda step, n, draw: (draw.random(len(GROUP)) < np.array([0, 0, 1, 1, 0.3, 0.4, 0.5, 0.6])[GROUP]).astype(float)}),
+    "reward changed later": ("advantages_unequal", None, {"recorded": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP == 5, 1 - r, r)}),
+    "logged half": ("metric_of_others", None, {"metrics": lambda step, r, n: {"reward": r[: len(r) // 2].mean()}, "reward": graded}),
+    "logged twice": ("metric_of_others", None, {"metrics": lambda step, r, n: {"reward": 2 * r.mean()}, "reward": graded}),
+    "logged length with prompt": ("metric_of_others", None, {"metrics": lambda step, r, n: {"completion_length": np.mean([len(row) + len(p) for row, p in zip(step.responses, step.prompts, strict=True)])}}),
+    "rows alone": ("rows_alone", None, {"groups": lambda step, n: [f"{g}-{row % IN_GROUP == 7}" for row, g in enumerate(GROUP)], "advantage": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP == 7, 0.0, grpo(r, 2 * GROUP + (np.arange(len(r)) % IN_GROUP == 7), ddof=0))}),
+    "longer than allowed": ("limit_exceeded", None, {"columns": lambda step, n: {"max_tokens": 6}}),
+    "entropies in bits": ("entropies_in_bits", None, {"entropy": 1 / np.log(2.0)}),
+    "parts of the next row": ("rewards_differ", None, {"reward": lambda step, n, draw: np.roll(parts_of(step)["accuracy"] + 0.2 * parts_of(step)["format"], 1), "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "zero": ("advantages_constant", None, {"advantage": lambda r, n: np.zeros(len(r))}),
     "zero from 6": ("advantages_constant", 6, {"advantage": since(6, lambda r: 0 * r)}),
     "scale": ("advantages_scaled", None, {"advantage": lambda r, n: 10 * grpo(r)}),
