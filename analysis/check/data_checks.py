@@ -365,7 +365,7 @@ def _unequal(
         return "advantages_unequal", off, numbers
     is_equal = np.sqrt(mean_of(label, (r - mean_of(label, r)) ** 2)) <= 1e-6 * np.abs(r).max()
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    loose = is_equal & (count_of(label) > 1) & (np.abs(a) > 0.1 * usual_size)
+    loose = is_equal & (count_of(label) > 1) & (np.abs(a) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
         rule.name == "own" or rule.own > 0.99 for rule in rules.values()
     ):

@@ -281,8 +281,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
-            beside = None if same else place.finding
-            found.append(replace(same or each, gain=each.gain + place.gain, beside=beside))
+            shown = same or replace(each, rank=max(each.rank, int(each.left is None)), beside=place.finding)
+            found.append(replace(shown, gain=each.gain + place.gain))
     return found
 
 
