@@ -4,14 +4,15 @@ python benchmarks/coverage.py              # every cell, 200 runs each: about 10
 python benchmarks/coverage.py --quick      # a few cells, 50 runs each: about a minute
 python benchmarks/coverage.py --json FILE  # also write every cell's counts
 
-A cell is a number of sequences, a group size, a correlation within groups, and tails. Each simulated run of a cell goes through
-the functions that compute the intervals of `gate`, `triangulate`, `objective` and `diagnose`; the true value is that of 200,000
-sequences. `lowest` is the cell with the lowest coverage of the nominal 95% interval, `mean` the mean over cells, and `none` the
-share of runs without an interval; cells in which fewer than a tenth of the runs have one are left out. A true quantile above
-the largest value of the run counts as neither hit nor miss, because the output says that the interval ends there.
+A cell is a number of sequences, a group size, a correlation within groups, and tails. Each simulated run of a cell goes
+through the functions that compute the intervals of `gate`, `triangulate`, `objective` and `diagnose`; the true value is
+that of 200,000 sequences. `lowest` is the cell with the lowest coverage of the nominal 95% interval, `mean` the mean
+over cells, and `none` the share of runs without an interval; cells in which fewer than a tenth of the runs have one are
+left out. A true quantile above the largest value of the run counts as neither hit nor miss, because the output says
+that the interval ends there.
 
-`dynamics`, `attribute` and `watch` report when a series changed or how fast it grows. Their cells are a number of steps and the
-autocorrelation of the series' noise; runs in which no change was found count under `none`.
+`dynamics`, `attribute` and `watch` report when a series changed or how fast it grows. Their cells are a number of steps
+and the autocorrelation of the series' noise; runs in which no change was found count under `none`.
 
 The exit code is 1 if coverage is below 90%, or below the level printed beside a number, by more than chance.
 """
@@ -71,8 +72,8 @@ AUTOCORRELATIONS = (0.0, 0.5, 0.8)
 """Autocorrelations of a series' noise from one step to the next."""
 
 JUMP, RAMP, DECAY, GROWTH = (4.0, 8.0), (6.0, 12.0), (0.05, 0.15), 0.01
-"""Sizes of jumps and ramps, in standard deviations of the noise (a ramp reaches its size at the last step); time constants of
-an exponential drop, as fractions of the run; slope of ln k3."""
+"""Sizes of jumps and ramps, in standard deviations of the noise (a ramp reaches its size at the last step); time
+constants of an exponential drop, as fractions of the run; slope of ln k3."""
 
 LOSS = Loss()
 KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
@@ -86,8 +87,8 @@ class Cell:
     group_size: int
     correlation: float
     tails: str
-    """`normal`; `heavy`: logit errors have a Student's t distribution with 3 degrees of freedom; or `scales`: normal errors
-    whose size varies more between sequences and groups."""
+    """`normal`; `heavy`: logit errors have a Student's t distribution with 3 degrees of freedom; or `scales`: normal
+    errors whose size varies more between sequences and groups."""
 
     @property
     def name(self):
@@ -113,8 +114,8 @@ class Run:
     unit_N: np.ndarray
     lengths_N: np.ndarray
     logprobs: dict[str, np.ndarray]
-    """[T] logprobs by pass: `exact`; `train` and `rollout` with the trainer's and the engine's errors; `replay` with half of the
-    trainer's error; `current` some updates later."""
+    """[T] logprobs by pass: `exact`; `train` and `rollout` with the trainer's and the engine's errors; `replay` with
+    half of the trainer's error; `current` some updates later."""
     advantage_N: np.ndarray
 
 
@@ -256,8 +257,8 @@ def _ramp(steps, first, size):
 
 
 def series_intervals(draw, cell):
-    """Return (low, high) and the true value by (command, name), each from its own series; None instead of (low, high) if no
-    change was found."""
+    """Return (low, high) and the true value by (command, name), each from its own series; None instead of (low, high)
+    if no change was found."""
     n = cell.num_steps
     steps, first = np.arange(1, n + 1), int(draw.integers(n // 4, 3 * n // 4)) + 1
     rarely, at = EVERY * steps, EVERY * first - int(draw.integers(EVERY))  # somewhere between two evaluations

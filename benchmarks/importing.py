@@ -32,11 +32,12 @@ MORE_STEPS = 8
 
 
 def compare():
-    """Compare import speed, in CPU time of all threads, with torch.load, json or pyarrow, on each framework's dump of a step.
+    """Compare import speed, in CPU time of all threads, with torch.load, json or pyarrow, on each framework's dump of a
+    step.
 
-    The step has 512 sequences of 20 to 1,000 tokens. JSON is read completely by json (as frameworks do), pyarrow and msgspec. The
-    floor uses none of our code: the reader (msgspec for JSON), bare pyarrow that writes the same columns with the same codec, and
-    one hash of the output. An import of two sequences shows the fixed cost of an import.
+    The step has 512 sequences of 20 to 1,000 tokens. JSON is read completely by json (as frameworks do), pyarrow and
+    msgspec. The floor uses none of our code: the reader (msgspec for JSON), bare pyarrow that writes the same columns
+    with the same codec, and one hash of the output. An import of two sequences shows the fixed cost of an import.
     """
     step = make_samples()
     yield Comparison(what="response tokens of a step", values=[sum(len(sample.response) for sample in step)])

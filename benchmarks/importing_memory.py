@@ -4,9 +4,10 @@ python benchmarks/importing_memory.py                        # dumps of 1 and 4 
 python benchmarks/importing_memory.py slime --gigabytes 1 8  # one format, other sizes
 python benchmarks/importing_memory.py verl --gigabytes 50    # the trace takes 12 GB
 
-A dump has steps of 256 sequences, each step in its own files. It is stored in the folder for temporary files (TMPDIR) and takes
-little space, because its files are hard links to those of four steps. Imports run in a process limited to 2 GB of data
-(RLIMIT_DATA). After the first import, the dump grows by three steps and is imported again, which must add only these steps.
+A dump has steps of 256 sequences, each step in its own files. It is stored in the folder for temporary files (TMPDIR)
+and takes little space, because its files are hard links to those of four steps. Imports run in a process limited to 2
+GB of data (RLIMIT_DATA). After the first import, the dump grows by three steps and is imported again, which must add
+only these steps.
 """
 
 import argparse

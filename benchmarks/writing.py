@@ -55,7 +55,7 @@ def compare():
     for form, arrays in small.items():
         for call, values in _small_ns(arrays).items():
             yield Comparison(
-                what=f"{call} of 64 x 100 tokens, {form}: time on the training thread", values=values, unit=" ns per token",
+                what=f"{call} of 64 x 100 tokens, {form}: training-thread time", values=values, unit=" ns per token",
                 at_most=None if form == "lists" else 50,
             )  # fmt: skip
 

