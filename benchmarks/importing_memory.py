@@ -76,7 +76,7 @@ def _told(run):
 
 
 def _make(name, folder):
-    """Return the files of some steps, one folder per step, and the mean bytes per step."""
+    """Write the files of some steps, one folder per step, and return the mean bytes per step."""
     from importing import dumps, make_samples  # these load torch, which the import does not need
 
     for number in range(MADE_STEPS):

@@ -79,8 +79,7 @@ def _record_many(folder):
 
 
 def _copy_without_accounts(trace, folder):
-    """Return the same files as a trace of format 1, whose writers do not list them, so that nothing is compared on
-    opening."""
+    """Copy a trace as format 1, whose writers do not list their files, so that nothing is compared on opening."""
     shutil.copytree(trace, folder)
     for path in (folder / "trace.json", *(folder / "writers").iterdir()):
         content = json.loads(path.read_text())

@@ -193,7 +193,7 @@ def installed(environment, folder):
 
 
 def required_by(wheel):
-    """Return a wheel's requirements, without the packages that come with PyTorch's CPU builds or are chosen here."""
+    """Yield a wheel's requirements, without the packages that come with PyTorch's CPU builds or are chosen here."""
     chosen = {"torch", "torchaudio", "torchvision", "torchcodec", "transformers", "tokenizers"}
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

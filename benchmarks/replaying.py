@@ -77,7 +77,7 @@ def record_steps(trace, model, steps, prompt, rows, logprobs=None):
 
 
 def forward_of(responses, rows):
-    """Yield batches of `rows` sequences, padded on the right, as they go through a model."""
+    """Return how sequences go through a model: `rows` at a time, padded on the right."""
     number = np.arange(len(responses))
     lengths = np.array([len(ids) for ids in responses])
     widths = np.array([lengths[start : start + rows].max() for start in range(0, len(lengths), rows)])

@@ -96,7 +96,7 @@ def _scoring(run, rows, changes):
 
 
 def _bare_vllm(folder, model, rows):
-    """vLLM in float32 with its own defaults, which computes the logprobs of all prompts and responses in one call."""
+    """Return a call of vLLM, in float32 with its own defaults, that scores all prompts and responses at once."""
     from vllm import LLM, SamplingParams
 
     model.save_pretrained(folder)

@@ -125,7 +125,7 @@ def _write_bare(table, path):
 
 
 def _write_lines(steps, path):
-    """Return one JSON object per sequence, as trainers dump their generations."""
+    """Write one JSON object per sequence, as trainers dump their generations."""
     with path.open("w") as file:
         for number, step in enumerate(steps, 1):
             for row, mask in enumerate(step.mask):
