@@ -205,8 +205,7 @@ class Numbers:
         return found | {("objective", name): float(value) for name, value in values_of(figures, totals).items()}
 
     def intervals(self):
-        """Return every interval by (command, name), None if there is none, and the keys of those that end at the
-        largest value."""
+        """Return every interval or None by (command, name), and the keys of those that end at the largest value."""
         values, named = self.values(), set()
         own = {name: values["gate", name] for name in FROM_SUMS}
         found = {("gate", each.metric): each.interval for each in resampled(self.columns, own, NOMINAL)}
@@ -355,8 +354,7 @@ def cells(sizes, tails):
 
 
 def promised(key):
-    """Return the required coverage of an interval: 90%, or the level printed beside the number for runs that few tokens
-    dominate."""
+    """Return the required coverage: 90%, or the level printed beside the number for runs that few tokens dominate."""
     command, name = key
     if command == "gate, framework":
         return min(TAILS.values())

@@ -268,8 +268,7 @@ def _trace(size, room, device):
 
 
 def _scores(model, sequences, prompt):
-    """Return the responses' logprobs as a trainer computes them: a forward, then the chosen logit minus logsumexp in
-    float32."""
+    """Return the responses' logprobs as in a trainer: a forward, then the chosen logit minus logsumexp in float32."""
     import torch
 
     found = []
@@ -317,8 +316,7 @@ def _recording(arguments, room):
 
 @cache
 def _trained(size, device, room):
-    """Return the seconds of steps alone, with tokens recorded, and with weights too; and the calls for tokens in ns per
-    token."""
+    """Return seconds of steps alone, with tokens and with weights recorded; and ns per token of the token calls."""
     import torch
     from tim_trace.tracer.recorder import Recorder
 

@@ -17,8 +17,7 @@ ROUNDS = 5
 
 
 def compare():
-    """Time the gradients of two steps, each with four micro-batches and 8,192 tokens, on a small Qwen3, and the
-    equivalent bare loop."""
+    """Time gradients of two steps with four micro-batches and 8,192 tokens each on a small Qwen3, and a bare loop."""
     model = small_model(**SIZES).train()
     steps = [_step(seed) for seed in range(NUM_STEPS)]
     with tempfile.TemporaryDirectory() as folder:

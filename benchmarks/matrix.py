@@ -220,8 +220,7 @@ def row_of(python, program, room):
 
 
 def row_of_verl(release, settings, room):
-    """Record two verl steps in float32 with dynamic batches and replay them; return the cells recorded, replayed and
-    missing."""
+    """Record and replay two verl steps (float32, dynamic batches); return the cells recorded, replayed, missing."""
     sys.path.insert(0, str(ROOT / "tests"))
     import pytest
     import shared

@@ -16,8 +16,7 @@ WORDS, LENGTH, PROMPT = 150_000, 8_192, 16
 
 
 def compare():
-    """Measure the peak memory that a process adds while recording 20 million tokens and replaying a large
-    vocabulary."""
+    """Measure the peak memory added by recording 20 million tokens and by replaying a large vocabulary."""
     if not can_reset():
         print("  skipped: on this system a process cannot reset its peak memory")
         return

@@ -16,8 +16,7 @@ ROUNDS = 5
 
 
 def compare():
-    """Measure tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of the equivalent bare
-    loop."""
+    """Measure tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of a bare loop."""
     import torch
 
     model, steps = small_model(), [_step(seed) for seed in range(NUM_STEPS)]

@@ -105,8 +105,7 @@ def _use(shown):
 
 
 def _scroll(shown):
-    """Return the longest frame of a scroll through the page, in ms, or 50 if none was longer: the browser reports no
-    shorter ones."""
+    """Return the longest frame while scrolling the page, in ms; 50 if none was as long, as those go unreported."""
     shown.evaluate("frames_.length = 0; window.scrollTo(0, 0)")
     for _ in range(40):
         shown.mouse.wheel(0, 200)

@@ -1,5 +1,4 @@
-"""Compare ways to score a step: replay as recorded, by tokens, packed, with vLLM; a bare loop, and vLLM's bare
-prompt_logprobs."""
+"""Compare ways to score a step: replays as recorded, by tokens, packed, by vLLM; a bare loop; bare prompt_logprobs."""
 
 import os
 import tempfile
@@ -31,8 +30,7 @@ ROUNDS = 3
 
 
 def compare():
-    """Measure tokens per CPU second relative to a bare padded loop, on a step with two groups of eight responses and a
-    small Qwen3."""
+    """Measure tokens per CPU second over a bare padded loop's, on two groups of eight responses with a small Qwen3."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -17,8 +17,7 @@ NUM_STEPS = 16
 
 
 def compare():
-    """Measure recording 16 million tokens (ids and three float32 columns), and the recorder's share of the training
-    thread."""
+    """Measure recording 16 million tokens (ids, three float32 columns), and its share of the training thread."""
     steps = [make_step(number % 4) for number in range(NUM_STEPS)]
     tables = [_table(step) for step in steps]
     with tempfile.TemporaryDirectory() as folder:

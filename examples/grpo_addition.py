@@ -83,8 +83,7 @@ def let_weights_change():
 
 
 def coarsen_engine(trainer, first_step):
-    """Round vLLM's weights to two bits from a step on: each becomes -s, 0 or s, with s the largest |weight| of its
-    matrix."""
+    """Round vLLM's weights to 2 bits from a step on: each becomes -s, 0 or s, with s its matrix's largest |weight|."""
     synced_weights = trainer.vllm_generation._iter_named_params
 
     def coarse_weights():

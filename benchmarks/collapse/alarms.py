@@ -49,8 +49,7 @@ def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
 
 
 def unequal_by_step(rollouts: Rollouts, steps: np.ndarray) -> np.ndarray:
-    """Return, for each of the [n] steps, the share with a changed reward among responses so far that repeat one from
-    the last 20 steps."""
+    """Return the share [n], up to each step, of responses repeated from the last 20 steps whose reward differs."""
     return unequal_rewards(np.searchsorted(steps, rollouts.step), rollouts.whole, rollouts.reward, len(steps))
 
 

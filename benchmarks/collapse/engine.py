@@ -67,8 +67,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, prompt_BP: Tensor, max_tokens: int, noise_TBV: Tensor, *, is_wrong: bool) -> Rollout:
-        """Sample responses; token t of row b is the argmax of logits + noise[t, b], so that twins share their
-        randomness."""
+        """Sample responses; token t of row b is the argmax of logits + noise[t, b], so twins share their randomness."""
         switches = self.switches if is_wrong else self.switches.before
         model = self.model.to(_DTYPES[switches.engine_dtype])
         steps = _exact_logits(model, prompt_BP, max_tokens) if switches.exact else _cached_logits(model, switches.cache)
@@ -120,8 +119,7 @@ def _cached_logits(model: Any, cache_dtype: str | None) -> Any:
 
 
 def _exact_logits(model: Any, prompt_BP: Tensor, max_tokens: int) -> Any:
-    """Return the same with a full forward as wide as the trainer's: masked positions add exact zeros, so the bits are
-    identical."""
+    """Return the same with a forward as wide as the trainer's: masked positions add exact zeros, so bits match."""
     ids_BL = torch.nn.functional.pad(prompt_BP, (0, max_tokens), value=PAD)
     filled = 0
 

@@ -21,8 +21,7 @@ class Foretold:
     by_objective: float | None = None
     """Share of the objective's distortion, sum |b| / sum |f*|, that is removed."""
     by_gradient: float | None = None
-    """Share of the gradient's 1 - cosine to the exactly weighted one that is removed, at steps with recorded
-    weights."""
+    """Removed share of the gradient's 1 - cosine to the exactly weighted one, at steps with recorded weights."""
     by_corrections: float | None = None
     """Share of tokens that the correction keeps."""
     by_replay: float | None = None
@@ -55,8 +54,7 @@ _EXACT = "correction=token_truncate,correction_high=1e30"
 
 
 def _by_gradient(weighed: str, changes: Mapping) -> float:
-    """Return 1 minus the ratio of mean 1 - cosine (to the exactly weighted gradient) with and without the
-    correction."""
+    """Return 1 - ratio of mean 1 - cosine (to the exactly weighted gradient) with and without the correction."""
     arms = ["correction=none,name=none", f"correction={changes['correction']}:{changes['correction_cap']},name=remedy"]
     found = gradient(weighed, steps="all", arm=arms, micro_batches=0, loss=_EXACT)
     apart = {
@@ -83,8 +81,7 @@ FROM objective_tokens('train', $scored, $now, kind := $kind) WHERE step % $every
 
 
 def _by_precision(weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
-    """Return the removed shares: the gap that the remedy addresses minus the gap that it leaves, divided by the
-    recorded gap."""
+    """Return the removed shares: (the gap that the remedy addresses - the gap that it leaves) / the recorded gap."""
     recorded = _gaps(weighed, plan, "rollout")
     taken = recorded if remedy.instead_of is None else _replayed(weighed, plan, remedy.instead_of)
     left = _replayed(weighed, plan, remedy.arm) if remedy.arm else np.zeros(2)
@@ -93,8 +90,7 @@ def _by_precision(weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
 
 
 def _replayed(weighed: str, plan: Mapping, arm: str) -> np.ndarray:
-    """Return the gaps of an engine in this precision; it decodes, in the recorded engine's dtype unless the arm sets
-    one."""
+    """Return the gaps of an engine in this precision that decodes, in the recorded dtype unless the arm sets one."""
     dtype = plan["switches"]["engine_dtype"]
     own = f",dtype={dtype}" if dtype and "dtype=" not in arm.replace("kv-dtype=", "") else ""
     name = arm.replace("=", "-")
@@ -108,8 +104,7 @@ WEIGHTS_EVERY = 50
 
 
 def _gaps(weighed: str, plan: Mapping, scored: str) -> np.ndarray:
-    """Return the objective's distortion and mean |d| in nats [2], against the trainer, at the steps with recorded
-    weights."""
+    """Return the objective's distortion and mean |d| in nats [2], against the trainer, at steps with weights."""
     algorithm = ALGORITHMS[plan["algorithm"]]
     values = {
         "scored": scored,

@@ -28,8 +28,7 @@ _GROUPS = 8
 _EVALUATED = 64
 EVALUATED_EVERY = 10
 EVALUATION = "eval/reward"
-"""True evaluation of a run: the share of correct places in answers sampled with the trainer's weights to separate
-prompts."""
+"""True evaluation of a run: share of correct places in answers of the trainer's weights to separate prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,8 +151,7 @@ class Learner:
 
 
 def advantages(reward_B: Tensor, algorithm: Algorithm) -> Tensor:
-    """Return [B] rewards minus their group's mean, divided by the group's standard deviation if the algorithm requires
-    it."""
+    """Return [B] rewards minus their group's mean, divided by its standard deviation if the algorithm requires it."""
     by_group = reward_B.view(-1, GROUP)
     centred = by_group - by_group.mean(1, keepdim=True)
     if algorithm.divides_by_spread:

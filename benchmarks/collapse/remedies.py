@@ -124,8 +124,7 @@ def _row(each: Rescue) -> dict[str, object]:
 
 
 def _print_table(rescues: list[Rescue]) -> None:
-    """Print the median rescue by remedy and cause, with the number of runs; cells are empty if the remedy does not
-    apply."""
+    """Print the median rescue by remedy and cause, with the number of runs; empty if the remedy does not apply."""
     causes = sorted({each.cause for each in rescues})
     print(f"| remedy | {' | '.join(causes)} | all |\n|---|{'---|' * (len(causes) + 1)}")
     for remedy in REMEDIES:

@@ -17,8 +17,7 @@ class Remedy:
     of: Mapping[str, object] = field(default_factory=dict)
     """Switches that the run must have; a remedy that only restores the healthy twin does not count."""
     arm: str | None = None
-    """`tim-trace replay --arm` for the engine with the remedy; "": the trainer itself; None: replay does not support
-    it."""
+    """`tim-trace replay --arm` for the engine with the remedy; "": the trainer itself; None: not supported."""
     instead_of: str | None = None
     """The arm for what the remedy removes; None: the engine as recorded."""
 

@@ -85,8 +85,7 @@ def _drift(name: str, size: float, window: int) -> Callable[[Known], Array]:
 
 
 def _page(values: Array, slack: float = 0.5, level: float = 5.0, window: int = 20) -> Array:
-    """Return the [n] one-sided CUSUM of standardised values, with the first `window` as baseline (slack 0.5, level
-    5)."""
+    """Return the one-sided CUSUM [n] of standardised values, the first `window` as baseline (slack 0.5, level 5)."""
     base = values[:window][np.isfinite(values[:window])]
     if len(base) < 3 or base.std() == 0:
         return np.zeros(len(values), bool)
@@ -99,8 +98,7 @@ def _page(values: Array, slack: float = 0.5, level: float = 5.0, window: int = 2
 
 
 def _ours(known: Known) -> Array:
-    """Fire for a harmful mismatch, rewards that contradict themselves, or a learning rate or gradient norm out of
-    range."""
+    """Fire for a harmful mismatch, contradictory rewards, or a learning rate or gradient norm out of range."""
     return (
         own.gap_bends(known["mean_abs_d"])
         | own.rewards_contradict(known["unequal_rewards"])

@@ -31,8 +31,7 @@ class Switches:
     rate_factor: float = 1.0
     """Factor of the learning rate throughout the run."""
     schedule: str = "constant"
-    """Learning-rate schedule: constant, cosine (to a tenth at the end of the run), or length_decay (arXiv
-    2602.01826)."""
+    """Learning-rate schedule: constant, cosine (to a tenth at the run's end), or length_decay (arXiv 2602.01826)."""
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     """Adam's."""

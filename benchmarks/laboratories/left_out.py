@@ -9,8 +9,8 @@ as collapsed if the last fifth of its evaluations is below 0.9 of the best fifth
 answer for a cause `other` is `unknown`. `facts` writes one row per fact, so that fitting needs no traces.
 
 The model is a multinomial logistic regression. A fact's coefficient for the suspect that it supports (OWNERS) is shrunk
-towards the mean of such coefficients, every other coefficient towards 0: most facts occur in only a few collapses, and a
-new kind of fact counts like similar ones.
+towards the mean of such coefficients, every other coefficient towards 0: most facts occur in only a few collapses, and
+a new kind of fact counts like similar ones.
 """
 
 from __future__ import annotations
@@ -194,8 +194,7 @@ def read(file: Path) -> list[Run]:
 
 
 def fit(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the classes, the intercepts, and each feature's coefficients by class, from runs of one situation with a
-    drop."""
+    """Return classes, intercepts, and each feature's coefficients by class, from runs of one situation with a drop."""
     runs = [run for run in runs if run.is_seen]
     classes = list(SUSPECTS)
     of_runs = [

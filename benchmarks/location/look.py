@@ -2,10 +2,10 @@
 
 python benchmarks/location/look.py [--bf16 | --arms] [--only WORD,WORD]
 
-For each case, the longest row is recorded (all rows in one forward if its arms differ in batches or padding) with the first
-model's weights; the second model's code runs in the second of the case's two arms. `--bf16` tests only the faults, with
-bfloat16 instead of float32 on both sides. `--arms` tests every architecture with every pair of arms that the list's
-harmless cases name, and changes no code.
+For each case, the longest row is recorded (all rows in one forward if its arms differ in batches or padding) with the
+first model's weights; the second model's code runs in the second of the case's two arms. `--bf16` tests only the
+faults, with bfloat16 instead of float32 on both sides. `--arms` tests every architecture with every pair of arms that
+the list's harmless cases name, and changes no code.
 """
 
 import argparse

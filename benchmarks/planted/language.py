@@ -1,5 +1,4 @@
-"""A small language for models to learn: chains of words, then the answer to a task on digits, with a real BPE
-tokenizer."""
+"""A small language for models to learn: word chains, then the answer to a digit task, with a real BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Language:
         return _TASKS[words[place]](words[place + 1 :])
 
     def reward(self, prompt: str, response: str) -> float:
-        """Return the share of the answer's digits that are in place, from 0 to 1, including a tenth for ending at
-        all."""
+        """Return the share of the answer's digits that are in place (0 to 1), including a tenth for ending at all."""
         right = self.answer(prompt)
         if "=" not in response:
             return 0.0
@@ -99,8 +97,7 @@ class Language:
         return tuple(sorted(len(self.encode(text)) for text in texts)[25] for texts in (prompts, responses))
 
     def encode_with_fewer_merges(self, text: str) -> list[int]:
-        """Return a text's token ids under an older file of the same tokenizer, which lacks the last tenth of the
-        merges."""
+        """Return a text's token ids in an older file of the tokenizer, which lacks the last tenth of the merges."""
         if self._older is None:
             saved = json.loads(self.tokenizer.to_str())
             merges = saved["model"]["merges"]

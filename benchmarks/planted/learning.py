@@ -111,8 +111,7 @@ def _sample(
 
 
 def advantages(rewards: Tensor, group: int) -> Tensor:
-    """Return advantages [B]: rewards [B] minus the group's mean, divided by its standard deviation (GRPO, arXiv
-    2402.03300)."""
+    """Return [B] rewards minus the group's mean, divided by its standard deviation (GRPO, arXiv 2402.03300)."""
     by_group = rewards.view(-1, group)
     spread = by_group.std(1, keepdim=True) if group > 1 else torch.zeros(1)
     return ((by_group - by_group.mean(1, keepdim=True)) / (spread + 1e-4)).view(-1)

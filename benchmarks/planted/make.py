@@ -39,8 +39,7 @@ FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
         healthy.rounding, healthy.equal,
     )
 }  # fmt: skip
-"""By code, the function that plants a fault, given scenario, index of the trace and random draws; it may adapt the
-scenario."""
+"""By code, the function that plants a fault, from (scenario, trace index, random draws); it may adapt the scenario."""
 
 HEALTHY = ("rounding", "equal")
 

@@ -22,8 +22,7 @@ NUMERICS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32-autocast": ({"dtype": _FP32}, {"dtype": _FP32, "autocast": _BF16}),
     "tf32-fp32": ({"dtype": _FP32, "input_bits": 10}, {"dtype": _FP32}),
 }
-"""Numerics of the engine and of the trainer (see Side), by name. Two sides that round alike differ in batches and
-shards."""
+"""Numerics of engine and trainer (see Side), by name. Two sides that round alike differ in batches and shards."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 python benchmarks/planted/score.py runs/planted/tuning [runs/planted/heldout]
 
 A fault is detectable if the rms of d over the tokens that it affects is more than twice the rms of d of the same trace
-without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and so does a
-copied pass if there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted code. For
-stale, partly synchronised or quantised weights and a missing adapter, this code is `weights_differ`, or
+without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and so does
+a copied pass if there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted code.
+For stale, partly synchronised or quantised weights and a missing adapter, this code is `weights_differ`, or
 `computation_differs` if the mismatch has its full size from the first step on, since only a replay tells these apart. A
 false alarm is a healthy trace that check fails.
 """
@@ -98,8 +98,7 @@ def judge(folder: Path, only: Iterable[str] | None = None) -> Iterable[Verdict]:
 
 
 def checked(folder: Path) -> tuple[tuple[str, ...], bool]:
-    """Return the codes of check's findings for a folder's trace, most probable first, and whether it fails; none if it
-    refuses."""
+    """Return check's codes for a folder's trace, most probable first, and whether it fails; none if it refuses."""
     from tim_trace.analysis.check.check import check
 
     try:

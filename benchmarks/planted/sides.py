@@ -32,8 +32,7 @@ class Side:
     autocast: torch.dtype | None = None
     attention: str = "sdpa"
     shards: int = 1
-    """Number of parts into which each matrix product in the layers is split, as in tensor parallelism; their sum is
-    rounded."""
+    """Number of parts of each matrix product in the layers, as in tensor parallelism; their sum is rounded."""
     input_bits: int | None = None
     """Mantissa bits of their inputs that matrix products in the layers use: 10 is TF32; None is all."""
     rows: int = 64
@@ -48,8 +47,7 @@ class Side:
     window: int | None = None
     """Number of previous tokens that attention sees; None is all."""
     cache: Callable[[Tensor, int], Tensor] | None = None
-    """Function from keys or values [B, heads, length, D] after a step, and its first new position, to the cache's
-    content."""
+    """Returns the cache content from keys or values [B, heads, length, D] after a step and its first new position."""
     experts: Tensor | None = None
     """[B, P + T - 1, L, S] experts that the routers must choose; None: their own choice."""
     router: Callable[[Tensor], Tensor] | None = None

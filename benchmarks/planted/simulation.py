@@ -124,8 +124,7 @@ def _trained(scenario: Scenario, side: Side, prompts: Tensor, done: Decoded) -> 
 
 
 def _flips(one: Decoded | Scored, other: Decoded | Scored, prompts: Tensor, ids: Tensor) -> Tensor:
-    """Return a [B, T] bool mask that is True where some router chose other experts at the position that predicts the
-    token."""
+    """Return a [B, T] bool mask that is True where a router chose other experts at the position that predicts it."""
     if one is other or one.experts is None or other.experts is None:
         return torch.zeros(ids.shape, dtype=torch.bool)
     chosen = [scores.experts[:, prompts.shape[1] - 1 :].sort(-1).values for scores in (one, other)]

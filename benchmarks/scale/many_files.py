@@ -3,9 +3,9 @@
     python benchmarks/scale/many_files.py -o runs/scale/files --steps 1000 8400
 
 Each step has a file of sequences and two of scores, one per pass, as `tim-trace compact` writes them for steps of 10^8
-tokens, but with only a few rows: the measured cost grows with the number of files, not with their size. Seconds are wall
-and CPU time, memory is the peak of a separate process; requests are counted in s3fs, to a server on this machine that
-answers after 20 ms.
+tokens, but with only a few rows: the measured cost grows with the number of files, not with their size. Seconds are
+wall and CPU time, memory is the peak of a separate process; requests are counted in s3fs, to a server on this machine
+that answers after 20 ms.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/scale/many_writers.py -o runs/scale/512 --writers 512 --steps 200
 
-Each writer is a separate Recorder, as in a rank of a run: it records a few sequences per step with the passes `rollout`,
-`train` and `current`. Values are random with a seed, lengths log-normal.
+Each writer is a separate Recorder, as in a rank of a run: it records a few sequences per step with the passes
+`rollout`, `train` and `current`. Values are random with a seed, lengths log-normal.
 
     python benchmarks/scale/many_writers.py -o runs/scale/long --writers 512 --steps 10000 --sequences 1 --tokens 12 --at-once 1000 --seals 2
 
@@ -34,8 +34,7 @@ VOCABULARY = 150_000
 
 
 def write(folder, *, writers, steps, sequences=4, mean_tokens=48, seed=1, flush_every=None, at_once=None):
-    """Record a run. A writer seals every `flush_every` steps, so that it leaves several segments; `at_once`: see
-    above."""
+    """Record a run. Writers seal every `flush_every` steps, to leave several segments; `at_once`: see above."""
     manifest = Manifest(run_id=str(uuid.UUID(int=seed)), created_at=now(), created_by=__version__, source="recorder")
     with new_trace(folder, manifest, force=False) as made:
         attempt = Attempt(number=1, key="many_writers")

@@ -6,8 +6,8 @@ Each trace has 5,000 sequences of 8 tokens per step. Memory is the command's pea
 
     python benchmarks/scale/sums.py -o runs/scale/tokens --steps 1000 --sequences 1000 --tokens 1000 --alike
 
-This trace has 10^9 tokens in 1,000 steps. With `--alike`, all sequences of a step have the same values, so that the trace
-is small on disk; the cost of a query answered from sums does not depend on the values.
+This trace has 10^9 tokens in 1,000 steps. With `--alike`, all sequences of a step have the same values, so that the
+trace is small on disk; the cost of a query answered from sums does not depend on the values.
 """
 
 import argparse
