@@ -455,7 +455,7 @@ def _optimizer(arguments, room):
 def _replay(arguments, room):
     """Arms of a replay.
 
-    d is the difference from fp64 on the same device, in nats; *equal* the share of tokens that match the arm `dtype=bf16` bit for
+    d is the difference from fp64 on the same device, in nats; *equal* is the share of tokens that match the arm `dtype=bf16` bit for
     bit. The first row compares with a bare loop, whose logsumexp runs over the whole batch at once. Seconds include loading and
     writing. Decode, compile, the exact engine and vLLM run on four short sequences.
     """
