@@ -25,7 +25,7 @@ COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after"
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""(kind of sums, pair of passes) -> table of stored sums."""
+"""Tables of stored sums, by kind of sums and pair of passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def compact(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Compaction:
-    """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
+    """Merge the files of all writers into a few of about `file_size` each, ordered by step and pass.
 
     Results of all verbs stay the same, bit for bit. The trace is changed in place, or written to `output`, a folder or a URL;
     `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is

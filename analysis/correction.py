@@ -40,17 +40,17 @@ class Correction:
     """Upper bound on the ratio; a larger ratio gets the weight `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d for a sequence to be kept, nats; each d is clamped to +-20 nats."""
+    """Lower bound on the sum of d in a kept sequence, nats; each d is clamped to +-20 nats."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Minimum mean of d for a sequence to be kept, nats."""
+    """Lower bound on the mean d in a kept sequence, nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Maximum mean of exp(d) - 1 - d for a sequence to be kept, nats."""
+    """Upper bound on mean(exp(d) - 1 - d) in a kept sequence, nats."""
     k2_high: float = _INFINITY
-    """Maximum d^2 / 2 at any token for a sequence to be kept, nats."""
+    """Upper bound on d^2 / 2 of every token in a kept sequence, nats."""
     token_low: float = 0.0
-    """Minimum ratio at any token for a sequence to be kept."""
+    """Lower bound on the ratio of every token in a kept sequence."""
 
 
 def published(

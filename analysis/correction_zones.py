@@ -28,7 +28,7 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Column of a group -> SQL type; corrections.sql documents the columns."""
+"""SQL types of a group's columns; corrections.sql documents the columns."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
@@ -92,8 +92,8 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the index [G] of each group's sequence within the block, and column in TYPES -> values [G], NaN for
-    NULL."""
+    """Return the index [G] of each group's sequence within the block, and the [G] values of each column in TYPES, NaN
+    for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T

@@ -60,8 +60,8 @@ def corrections(
       E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound on the variance
       of one weighted sample. Each per token or per sequence; NULL at a level whose ratio does not determine the weight.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
-    its actors.
+    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
+    tokens.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
 
-The engine's digest is that of the tensor read back from the engine, else of the tensor last sent to it. Equal digests mean
-equal bits in the engine's dtype, so nothing is estimated.
+The engine's digest is that of the tensor read back from the engine, or else of the tensor last sent to it. Identical
+digests mean identical bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class EngineVersion:
     writer: str
     step: int
     given: dict[str, int]
-    """Name of a listed tensor -> version at which the engine last received it."""
+    """Version at which the engine last received each listed tensor, by name."""
     agreeing: frozenset[str]
-    """Names of the listed tensors that equal the trainer's tensors."""
+    """Names of the listed tensors that are identical to the trainer's."""
     num_agreeing: int
-    """Number of tensors, whether listed or only counted, that equal the trainer's tensors."""
+    """Number of tensors, whether listed or only counted, that are identical to the trainer's."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
     """Number of tensors whose digest is missing for the engine or the trainer."""
@@ -200,8 +200,8 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain`: number of tensors only counted, which all agree, and how many of them
-        changed."""
+        """Compare the next version. `plain` has the number of tensors that are only counted, all of which agree, and
+        the number of these that changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -238,7 +238,7 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
     if is_unmerged:
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
-    # A tensor with few distinct values, such as a norm of ones, can equal an older version by chance.
+    # A tensor with few distinct values, such as a norm of ones, can match an older version by chance.
     return changed[:1] if holds is None else (STALE, *changed)
 
 
@@ -269,8 +269,8 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Return cause -> differences at one version. `is_late` is True if the engine has outdated tensors other than the base
-    weights under an adapter."""
+    """Return the differences at one version by cause. `is_late` is True if the engine has outdated tensors other than
+    the base weights under an adapter."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -364,7 +364,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the one that differed at the most versions; among equals, the one with the oldest bits."""
+    """Keep one row per name: the one that differed at the most versions or, in a tie, the one with the oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -105,7 +105,7 @@ class TraceInfo(Result):
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Folder -> bytes; `dense` contains the captured distributions."""
+    """Number of bytes in each folder; `dense` contains the captured distributions."""
     num_captured: int
     num_located: int = 0
     """Number of stored `locate` results."""
@@ -353,7 +353,7 @@ def state_of(source: Source) -> str:
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """Return `live` if any writer or `tim-trace record` is still running, else the worst state of the writers."""
+    """Return `live` if any writer or `tim-trace record` is still running, otherwise the worst state of the writers."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}

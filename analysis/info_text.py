@@ -36,7 +36,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
 
 
 def _facts(info: TraceInfo) -> dict[str, str]:
-    """Return name -> fact; empty facts are not shown."""
+    """Return the facts by name; empty facts are not shown."""
     exited = f", the command exited with {info.exit_code}" if info.exit_code is not None else ""
     size = f"{info.num_parameters:,} parameters" if info.num_parameters else ""
     largest = sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
@@ -65,7 +65,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 _NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Minimum time, in seconds, that training must wait for the disk for a writer to be listed."""
+"""A writer is listed if training waited for the disk at least this long, in seconds."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:

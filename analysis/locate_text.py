@@ -9,14 +9,14 @@ from .rows import MAIN_COLUMNS, Rows, shown, to_text
 _MOST_ROWS = 12
 """Maximum number of table rows shown on a terminal."""
 _LEAST = 5e-4
-"""Minimum share of the mismatch that a row must account for to be shown on a terminal."""
+"""Rows that account for less than this share of the mismatch are not shown on a terminal."""
 _REMOVES = 0.5
-"""Minimum share of the mismatch that a patch must remove to be reported as the answer."""
+"""Share of the mismatch that a patch must remove to be reported as the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Kind of operator -> replay option that computes such operators more precisely."""
+"""Replay options that compute operators more precisely, by kind of operator."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -70,7 +70,7 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """Return at most _MOST_ROWS rows with the largest values, without negligible rows."""
+    """Return the rows with the largest values, at most _MOST_ROWS and none that is negligible."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]

@@ -184,7 +184,7 @@ class LocatedResult:
     id: str
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean squared mismatch; operators without a gradient are missing."""
+    """Share of the mean squared mismatch by (side, operator); operators without a gradient are missing."""
 
 
 @cached

@@ -30,7 +30,7 @@ _SUMS = {
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
 }  # fmt: skip
 _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
-"""Field returned by routing_counts_of -> SQL type."""
+"""SQL types of the fields that routing_counts_of returns."""
 
 
 class Agreement(NamedTuple):

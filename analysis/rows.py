@@ -48,7 +48,7 @@ class Rows(Table):
         return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
-        """Return each row as column -> value."""
+        """Return each row as a dict that maps columns to values."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def without(self, columns: Collection[str]) -> Rows:
@@ -144,11 +144,11 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Minimum width, in characters, to which texts and names are cut."""
+"""Width, in characters, below which texts and names are not cut."""
 _MOST_NAMED = 6
 """Maximum number of dropped columns named in the warning."""
 _LONG_TEXT = 40
-"""Minimum length, in characters, of a text that may be wrapped."""
+"""Texts shorter than this, in characters, are not wrapped."""
 _MOST_LISTS = 4
 """Maximum number of long rows rendered side by side as lists."""
 
@@ -357,7 +357,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
-"""Name of a table -> its columns to keep, most important first. Tables not listed here keep their first columns."""
+"""Columns to keep by name of the table, most important first. Tables not listed here keep their first columns."""
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
 """Columns dropped first if all rows have the same value."""

@@ -18,5 +18,5 @@ class Statement:
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    """Render statements from a catalogue of code -> format string."""
+    """Render statements from a catalogue that maps codes to format strings."""
     return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)

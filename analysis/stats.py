@@ -59,8 +59,8 @@ def stats(
     For a run of more than 33,554,432 tokens, quantiles come from histograms per step. The column `quantile_error` bounds
     their relative error: 2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
-    its actors.
+    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
+    tokens.
 
     `like` returns a framework's metrics under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`, `prime-rl`
     or `openrlhf`, one row per step, or one for the run as a single batch. `options` are then the framework's options, the
@@ -142,7 +142,7 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Report the error of the quantiles in rows of `stats`; empty if they are exact."""
+    """Describe the error of the quantiles in rows of `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []

@@ -77,7 +77,7 @@ class Triangulation(Result):
     gap_rms: float
     """Root mean square of d = logprob(train) - logprob(rollout), nats."""
     resolution: float
-    """Mean rounding error of the reference, which is stored as float32, nats; smaller errors cannot be measured."""
+    """Mean rounding error, in nats, of the reference, which is stored as float32; smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
@@ -147,7 +147,7 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return pass -> sums and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
+    """Return the sums by pass and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -173,7 +173,7 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield pass -> sums of each step and, with `asks_identity`, the number of tokens with bits not reproduced."""
+    """Yield each step's sums by pass and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -246,7 +246,7 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _correlation(sums: ErrorSums) -> float:
-    """Return Pearson's correlation of the two errors; NaN if one is constant."""
+    """Return Pearson's correlation between the two errors; NaN if one is constant."""
     error, square = ([sums.totals[f"{side} {name}"] for side in (TRAIN, ROLLOUT)] for name in ("error", "square"))
     num = sums.totals["num_tokens"]
     common = square[0] - fsum(sums.groups[TRAIN]) - error[0] * error[1] / num
@@ -264,7 +264,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return column -> share of the sum of d^2, with its interval; NaN if that sum is 0."""
+    """Return each column's share of the sum of d^2, with its interval, by column; NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
@@ -291,10 +291,10 @@ class ErrorSums:
     """Sums over the tokens in the given steps."""
 
     groups: dict[str, np.ndarray]
-    """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""
+    """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
-    """Name -> sum: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's logprob,
-    nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
+    """Sums by name: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's
+    logprob, nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:

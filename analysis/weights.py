@@ -37,9 +37,9 @@ def weights(
     """List the weight versions, with their size and the share of elements that changed.
 
     With `by` version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements
-    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98% stay
-    equal), and a hash of the version's whole history. With `verify`, each version is rebuilt and checked against its
-    hashes; the column `verified` is `ok` or describes the damage. With `by` module, layers are grouped, and
+    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98%
+    stay the same), and a hash of the version's whole history. With `verify`, each version is rebuilt and checked
+    against its hashes; the column `verified` is `ok` or describes the damage. With `by` module, layers are grouped, and
     `num_unchanged` counts the versions without changed elements.
 
     With `engine`, each row is an engine tensor, or with `by` module a group of layers: the trainer's version when the

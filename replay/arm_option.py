@@ -44,7 +44,7 @@ class ArmOption:
     values: tuple[str, ...] = ()
     """Allowed values; empty for a number, a switch or free text. In `word:N`, N is 1 or more."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """User -> values that it does not support."""
+    """Values that each user does not support."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1

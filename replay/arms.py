@@ -24,7 +24,7 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch dtype name of the weights."""
+"""torch dtype names of the weights, by value of --dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
 """Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
@@ -62,12 +62,12 @@ class Arm:
         "Attention: eager, flex, or a kernel of scaled_dot_product_attention.",
         values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
     )  # fmt: skip
-    batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
+    batch_size: int | None = arm_option("Rows per forward pass, in recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; rows of similar length are grouped.",
+        "Maximum tokens per forward pass, padding included; rows of similar length are grouped.",
         users=_ANY, metavar="N",
         clashes=(
-            Clash(other="batch_size", why="both limit the size of a forward"),
+            Clash(other="batch_size", why="both limit the size of a forward pass"),
             Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk size is vLLM's token limit"),
         ),
     )  # fmt: skip
@@ -85,7 +85,7 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run the whole sequence in one forward, or the response through the KV cache, 1 or N tokens at a time.",
+        "Run the whole sequence in one forward pass, or the response through the KV cache, 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
@@ -177,7 +177,7 @@ class Arm:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes to the recorded settings: field -> value."""
+        """Changes to the recorded settings: values by field."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
@@ -198,7 +198,7 @@ class Arm:
 
     @property
     def has_batch_shape(self) -> bool:
-        """True if the arm, not the recording, decides which rows share a forward."""
+        """True if the arm, not the recording, decides which rows share a forward pass."""
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
@@ -208,19 +208,19 @@ class Arm:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens per forward through the KV cache; None if one forward covers the whole sequence."""
+        """Response tokens per forward pass through the KV cache; None if one pass covers the whole sequence."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
 
 def options_of(kind: type) -> dict[str, ArmOption]:
-    """Return option name -> description, for every option of this kind of arm."""
+    """Return the descriptions of all options of this kind of arm, by name."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
 
 OPTIONS = options_of(Arm)
-"""Option name -> description, for every option of an arm."""
+"""Descriptions of all options of an arm, by name."""
 
 
 def names_for(user: str) -> list[str]:

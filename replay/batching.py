@@ -19,7 +19,8 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> maximum tokens per packed forward pass if the arm sets no limit. A row with more tokens runs alone."""
+"""Maximum number of tokens per packed forward pass by device, if the arm sets no limit. A row with more tokens runs
+alone."""
 UNLABELLED = -100
 """Label for a position whose next token has no score."""
 
@@ -107,7 +108,8 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return [B] and [B]: padding tokens before and after each row. Only the last row is followed by padding."""
+        """Return the number of padding tokens before each row [B] and after each row [B]. Only the last row is followed
+        by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -117,9 +119,10 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns where forwards through a KV cache begin and end: the prompt, then chunks of the response.
+    """Return the columns where forward passes through a KV cache begin and end: the prompt, then chunks of the
+    response.
 
-    Without `cached_tokens`, or with packed rows, there is a single forward.
+    Without `cached_tokens`, or with packed rows, there is a single pass.
     """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]

@@ -40,7 +40,7 @@ class _Wanted:
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> sequences already scored under this arm; None if all sequences are."""
+    """Sequences already scored under this arm, by step; None if all sequences are."""
     is_replaced: bool = False
     """True if the arm's existing pass is removed before the arm is scored."""
 
@@ -69,15 +69,15 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
-    The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm is meaningful
-    only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without `force`, an arm
-    that already has all steps is refused, and so is a name that is already in use for other changes. One model is in
-    memory at a time, and arms share it if possible.
+    The recording itself is always replayed first, as `replay/as-recorded`: the difference that another arm makes is
+    meaningful only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without
+    `force`, an arm that already has all steps is refused, and so is a name that is already in use for other changes.
+    One model is in memory at a time, and arms share it if possible.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
     groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
-    the recorded batches run whole forwards, because other neighbours would change the bits. Arms with their own batch
-    shape run only the sample.
+    the recorded batches run whole forward passes, because different neighbours would change the bits. Arms with their
+    own batch shape run only the sample.
 
     `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
     folder with the run's checkpoints, for a trace without weights.
@@ -86,7 +86,7 @@ def replay(
     and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
     fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
     replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` is
-    the reason if the bits of the recording differ.
+    the reason if the replayed bits differ from the recorded ones.
 
     `dry_run` writes nothing. It scores the first rows under each arm in this process, and returns a `plan` with each
     arm's remaining work and time.
@@ -153,7 +153,7 @@ def _wanted(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as that of TRL; importing TRL would take most of a dry run.
+    if dry_run:  # Our scoring code is as fast as TRL's; importing TRL would take most of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -201,7 +201,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Return the remaining work of each arm."""
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Arm -> version of the weights that the arm would have loaded last."""
+    """Version of the weights that each arm would have loaded last, by arm."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -257,7 +257,7 @@ class _Unit:
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """Arm -> `_Wanted.there` for this step when the replay began."""
+    """Sequences already scored in this step when the replay began, by arm; see `_Wanted.there`."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
@@ -412,7 +412,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         if scorer.run.replayed_pass == ROLLOUT:
             differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine, so d is the mismatch",)
         if not all(row.composition_known for row in scored.rows):
-            differs += ("batch composition: not recorded, now one row per forward",)
+            differs += ("batch composition: not recorded, now one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(

@@ -34,15 +34,15 @@ from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
-"""Everything that determines how a model is built and wrapped. Arms with equal keys share a model."""
+"""Everything that determines how a model is built and wrapped. Arms with the same key share a model."""
 
 
 class HfScorer:
     """Scorer of an arm, on a rebuilt transformers model. All arms with the same load key share this model."""
 
     keeps_recorded_rows = True
-    """True if the identity arm must fail instead of running fewer rows per forward than recorded."""
-    pass_of_rows = "per forward"
+    """True if the identity arm must fail instead of running fewer rows per forward pass than recorded."""
+    pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         if run.model_factory is not None:
@@ -144,7 +144,7 @@ class HfScorer:
 
     @property
     def key(self) -> LoadKey:
-        """Key of the model that the arm needs; arms with equal keys share a model."""
+        """Key of the model that the arm needs; arms with the same key share a model."""
         made, arm = self.numerics, self.arm
         built = (made.dtype, made.buffers_dtype, made.attention)
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
@@ -157,7 +157,7 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach a model to this arm and return the scorer. Arms with equal keys reuse one scorer per model."""
+        """Attach a model to this arm and return the scorer. Arms with the same key reuse one scorer per model."""
         self._model = model
         # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
@@ -219,7 +219,7 @@ class HfScorer:
         """Score rows with the loaded weights. `advance` is called with the number of tokens in each completed forward
         pass.
 
-        If memory runs out, later forwards have half as many rows, unless the arm sets the batch shape. Raises
+        If memory runs out, later forward passes have half as many rows, unless the arm sets the batch shape. Raises
         CannotReplay.
         """
         return self._within_memory(rows, partial(self._score, rows, advance))

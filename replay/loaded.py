@@ -31,7 +31,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs another model."""
+    """A model shared by arms with the same load key. It is rebuilt when a scorer needs another model."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights

@@ -26,7 +26,8 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """Torch name of the built model's dtype: the arm's dtype, or the parameters' dtype in the recorded forward."""
+        """Torch name of the built model's dtype: the arm's dtype, or the parameters' dtype in the recorded forward
+        pass."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -39,7 +40,7 @@ class Numerics:
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """Name of the dtype to which FSDP cast the parameters for the recorded forward."""
+        """Name of the dtype to which FSDP cast the parameters for the recorded forward pass."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property

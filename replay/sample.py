@@ -22,8 +22,8 @@ SEED = 20_260_000
 STEPS_AT_ONCE = 64
 """Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, which offsets the places of each step. Its multiples modulo 1 are spread evenly over [0, 1) for
-any choice of steps."""
+"""Golden ratio minus 1, which offsets the places from step to step. Its multiples modulo 1 are spread evenly over [0,
+1) for any choice of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Sample:
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """Step -> drawn sequence -> its group. Steps in which no group was drawn are absent."""
+    """Groups of the drawn sequences by step and sequence. Steps in which no group was drawn are absent."""
     num_groups: int
     """Number of groups in all requested steps."""
     num_sequences: int
@@ -142,7 +142,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return group -> place in [0, 1). Places are evenly spaced, in random order.
+    """Return each group's place in [0, 1). Places are evenly spaced, in random order.
 
     A sample consists of the groups whose place is below its share. Over all seeds, each place is uniformly distributed.
     Of G groups, G * share are drawn, rounded up or down at random.

@@ -24,7 +24,7 @@ _cuda_began: list[str | None] = []
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return recorded setting -> its setter, in the order in which the settings must be applied."""
+    """Return the setters of recorded settings by name, in the order in which the settings must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {

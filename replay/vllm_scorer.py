@@ -44,13 +44,13 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the engine that the arm needs. Arms with equal keys share an engine."""
+        """Key of the engine that the arm needs. Arms with the same key share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
-        """Torch name of the engine's dtype: that of the arm, else of the recorded engine, else of the trainer."""
+        """Torch name of the engine's dtype: the arm's, or else the recorded engine's, or else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype

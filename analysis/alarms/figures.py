@@ -133,34 +133,35 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of consecutive steps for which the mismatch or the gradient norm must exceed its level."""
+"""Number of steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
-    """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for TIMES consecutive steps."""
+    """Return an [n] bool mask that is True where mean |d| has exceeded GAP, which can bias a run, for TIMES steps in a
+    row."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> np.ndarray:
-    """Return [n] bool: True if more than UNEQUAL of the repeated responses got a different reward."""
+    """Return an [n] bool mask that is True where more than UNEQUAL of the repeated responses got a different reward."""
     return np.asarray(unequal > UNEQUAL)
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: True if the learning rate exceeds RATE times its earlier peak. The peak is the largest median
-    over five consecutive earlier steps."""
+    """Return an [n] bool mask that is True where the learning rate exceeds RATE times its earlier peak. The peak is the
+    largest median over five consecutive earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: True if, for TIMES consecutive steps, the gradient norm has exceeded NORM times its median over
-    the 20 steps that ended 5 steps earlier."""
+    """Return an [n] bool mask that is True where, for TIMES steps in a row, the gradient norm has exceeded NORM times
+    its median over the 20 steps that ended 5 steps earlier."""
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """Return [n] bool: True if the flag and the `times` - 1 flags before it are all true."""
+    """Return an [n] bool mask that is True where the flag and the `times` - 1 flags before it are all true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)

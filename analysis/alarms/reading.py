@@ -57,7 +57,7 @@ class Alarm:
     of_size: bool = False
     """True if the metric's absolute value is compared with the level."""
     summary: str
-    """The source's interpretation of a run beyond the level."""
+    """How the source interprets a run beyond the level."""
     source: str
     of_mismatch: bool = True
     """True if the alert concerns the size of the mismatch, False if it concerns rewards or the optimizer."""

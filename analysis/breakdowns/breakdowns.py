@@ -1,4 +1,4 @@
-"""Break down a mismatch by probability, position, length and entropy: numbers of tokens and means of |d| per bin.
+"""Break down a mismatch by probability, position, length and entropy: token counts and mean |d| per bin.
 
 Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
 """
@@ -64,7 +64,7 @@ class Queries:
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return the query for the number of tokens by bins of probability and of d (from -reach to reach)."""
+        """Return the query for the number of tokens per bin of probability and d (from -reach to reach)."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
@@ -158,12 +158,12 @@ class Breakdowns:
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
-    """`position`, `length` and, if recorded, `entropy` -> profile; tokens with a non-finite entropy are excluded."""
+    """Profiles by `position`, `length` and, if recorded, `entropy`; tokens with a non-finite entropy are excluded."""
     envelope: float | None
-    """Constant c, in nats, with |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of c /
-    2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
+    """Constant c, in nats, such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of
+    c / 2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """`density`, `position`, `length` or `entropy` -> query for the same numbers over the whole run."""
+    """Queries for the same numbers over the whole run, by `density`, `position`, `length` or `entropy`."""
 
 
 def read_breakdowns(

@@ -33,6 +33,7 @@ KINDS = {
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
     "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have another advantage than the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
+    "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g}, not 0: the difference from the mean is rounding, divided by a tiny deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
     "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
@@ -53,6 +54,13 @@ KINDS = {
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
+    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with another limit"),
+    "tokens_after_end": ("tokens after the end token count in the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
+    "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
+    "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
+    "rewards_weighted": ("reward functions have other weights than recorded", "the reward is {explanation}, with other weights than recorded, or with unequal ones where none are recorded"),
+    "metric_late": ("a logged metric belongs to another step", "{name} equals the mean of the rows {late} one step, at all {num:,} logged steps, and not at its own: values are logged with a wrong step"),
+    "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy is that of the {which} position"),
@@ -96,18 +104,9 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
     checks = (
-        _values,
-        _groups,
-        _advantages,
-        _repeated,
-        _metrics,
-        _ratios,
-        _unsampled,
-        _samples,
-        _masked,
-        _finished,
-        _entropies,
-    )
+        _values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _masked, _finished, _entropies,
+        _references, _reward_parts, _recorded_text,
+    )  # fmt: skip
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
@@ -157,6 +156,7 @@ _OF_OWN = {
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
+_WEIGHT = re.compile(r"([\w./-]+)\W+(-?\d+\.?\d*(?:e-?\d+)?)")
 _REUSES = re.compile(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", re.IGNORECASE)
 _ERROR_OF_MEAN = "4 * stddev_pop(value) / sqrt(count(*))"
 _LOGGED = (
@@ -363,6 +363,17 @@ def _unequal(
         where = max(share, key=share.__getitem__, default="")
         numbers: Numbers = {"num": int(off.sum()), "where": f", all of them {where}" if where else ""}
         return "advantages_unequal", off, numbers
+    is_equal = np.sqrt(mean_of(label, (r - mean_of(label, r)) ** 2)) <= 1e-6 * np.abs(r).max()
+    usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
+    loose = is_equal & (count_of(label) > 1) & (np.abs(a) > 0.1 * usual_size)
+    if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
+        rule.name == "own" or rule.own > 0.99 for rule in rules.values()
+    ):
+        return (
+            "advantages_of_equal",
+            loose,
+            {"num": len(np.unique(label[loose])), "size": float(np.median(np.abs(a[loose])))},
+        )
     in_group, mean = count_of(label), np.abs(mean_of(label, a))
     full = in_group == in_group.max()
     lost = ~full & (mean > 0.05 * scale) & (scale > 0)
@@ -387,19 +398,22 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
     if asked.sum() < 30:
         return None
 
-    def follows(given: np.ndarray) -> np.ndarray:
-        """Return [N] True where an advantage is the usual multiple of `given`, up to eps and leave-one-out."""
+    def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return the [N] ratios between advantages and `given`, relative to the usual one, and the share that is usual."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
-        usual = np.nanmedian(np.abs(ratio))
-        return np.abs(ratio / usual - 1) < 0.02
+        relative = ratio / np.nanmedian(ratio) if np.nanmedian(ratio) else ratio * np.nan
+        return relative, float(np.mean(np.abs(relative[asked] - 1) < 0.02))
 
-    fits = {name: follows(given) for name, given in scales.items()}
-    for name, given in scales.items():
-        inverted = follows(-given)
-        # A sign that changes for whole steps is told with its first step.
-        within = (mean_of(at, (inverted & asked) * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[inverted & asked]
-        if len(within) and 0.05 < np.median(within) < 0.95 and (fits[name] | inverted)[asked].mean() > 0.97:
-            return "advantages_mixed", inverted, {"rule": "the wrong sign", "num": int(inverted.sum())}
+    for given in scales.values():
+        relative, usual = scale_of(given)
+        other = asked & (np.abs(relative - 1) >= 0.02)
+        factor = float(np.nanmedian(relative[other])) if other.any() else 1.0
+        fits = np.abs(relative[other] / factor - 1) < 0.02
+        # A factor that changes for whole steps is told with its first step.
+        within = (mean_of(at, other * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[other]
+        if usual > 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and 0.05 < np.median(within) < 0.95:
+            rule = "the wrong sign" if abs(factor + 1) < 0.02 else f"{factor:.3g} times the usual scale"
+            return "advantages_mixed", other, {"rule": rule, "num": int(other.sum())}
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
     only = {name: ratio[name] & ~ratio[other] & asked for name, other in itertools.permutations(scales)}
     if (
@@ -414,7 +428,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         )
         return "advantages_mixed", only[fewer], {"rule": rule, "num": int(only[fewer].sum())}
     sizes = np.bincount(at)
-    if len(sizes) < 3 or np.ptp(sizes) or any(fit[asked].mean() > 0.5 for fit in fits.values()):
+    if len(sizes) < 3 or np.ptp(sizes) or any(scale_of(given)[1] > 0.5 for given in scales.values()):
         return None
     for given in scales.values():
         before = np.r_[np.full(sizes[0], np.nan), given[: -sizes[0]]]
@@ -482,7 +496,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
-    name = max(fits, key=fits.__getitem__, default="")
+    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # the first of equal ones
     # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
@@ -516,10 +530,11 @@ def _others(
     rank = rank_of(g)
     if n >= 4:
         rules[_HALVES] = normalised(r, 2 * g + (2 * rank >= count_of(g)))
-    for num in {1, int(n) // 2} if n > 2 else ():
+    for num in range(1, int(min(n, 17))):
         other = r - np.bincount(g, r * (rank < num))[g] / num
+        of_part = np.sqrt(np.bincount(g, other**2 * (rank < num))[g] / num)
         rules[f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"] = [
-            other, other / spread,
+            other, other / spread, other / np.where(of_part > 0, of_part, np.nan),
         ]  # fmt: skip
     for name, by in (("previous", 1), ("next", -1)):
         other = r - np.roll(means, by)[g]
@@ -651,22 +666,42 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
             if is_sample or not off[off.argmax() :].all():
                 off &= nearest > np.maximum(errors, errors.mean())[ends]
-            found.append((is_sample, int(off.sum()), abs(later), name, value, ends, off, distance))
+            found.append((is_sample, int(off.sum()), abs(later), name, value, ends, off, distance, later))
         if not found:
             continue
-        is_sample, num, _, name, value, ends, off, distance = min(found, key=lambda entry: entry[:3])
-        if is_sample and table == "sequences" and (of := _logged_of(run, column, value[ends], steps[ends])):
-            worst = ends[distance.argmax()]
-            numbers = {
-                "name": name,
-                "logged": float(value[worst]),
-                "recorded": float(mean[worst]),
-                "step": int(steps[worst]),
-                "of": of,
-            }
-            at = np.searchsorted(run.steps, steps[ends])
-            yield run.finding("metric_of_others", distance > 0, at, _BY_STEP, numbers)
+        own = {entry[3]: entry for entry in found if entry[8] == 0}
+        exact = next(
+            (
+                entry
+                for entry in found
+                if entry[8] and not entry[1] and own.get(entry[3], (0, 0))[0] and len(entry[5]) > 3
+            ),
+            None,
+        )
+        if exact is not None and table == "sequences":
+            late = "after" if exact[8] > 0 else "before"
+            numbers: Numbers = {"name": exact[3], "late": late, "num": len(exact[5])}
+            at = np.searchsorted(run.steps, steps[exact[5]])
+            yield run.finding("metric_late", np.ones(len(at), bool), at, _BY_STEP, numbers, notice=True)
             continue
+        for name, (is_sample, *_, value, ends, _, distance, _) in own.items():
+            if is_sample and (of := _logged_of(run, column, value[ends], mean[ends], steps[ends])):
+                worst = ends[distance.argmax()]
+                numbers = {
+                    "name": name,
+                    "logged": float(value[worst]),
+                    "recorded": float(mean[worst]),
+                    "step": int(steps[worst]),
+                    "of": of,
+                }
+                at = np.searchsorted(run.steps, steps[ends])
+                yield run.finding("metric_of_others", distance > 0, at, _BY_STEP, numbers)
+                break
+        else:
+            own = {}
+        if own:
+            continue
+        is_sample, num, _, name, value, ends, off, distance, _ = min(found, key=lambda entry: entry[:3])
         if num > 2 and (not is_sample or 2 * num > len(off)):
             worst = ends[np.argmax(np.where(off, distance, -1.0))]
             numbers: Numbers = {
@@ -676,21 +711,31 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             yield run.finding("metric_contradicts", off, at, _BY_STEP, numbers, notice=is_sample)
 
 
-def _logged_of(run: _Run, column: str, value: np.ndarray, steps: np.ndarray) -> str:
-    """Return the rows, or the tokens, whose mean the logged values, [E] at as many steps, equal exactly; empty if unknown."""
+def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
+    """Return what the logged values, [E] at as many steps, are the mean of, if not of all rows or tokens, whose mean is
+    `mean`, [E]; empty if unknown."""
+    if len(steps) < 3 or not np.ptp(mean):
+        return ""
+    factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
+    if np.isfinite(factor) and abs(factor - 1) > 0.02 and np.allclose(mean * factor, value, rtol=1e-3):
+        return f"all rows times {factor:.4g}" + (
+            " (bits instead of nats)" if abs(factor * np.log(2) - 1) < 0.01 else ""
+        )
+    if column not in ("reward", "num_response_tokens"):
+        return ""
     values = run.rows["reward" if column == "reward" else "length"]
-    tried: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    parts: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "the first half of the rows": lambda each: each[: len(each) // 2],
         "the first quarter of the rows": lambda each: each[: len(each) // 4],
         "every other row": lambda each: each[::2],
-        "the rows of largest and smallest value": lambda each: np.array([each.max(), each.min()]),
     }
-    options = {name: (values, chosen) for name, chosen in tried.items()}
+    options = {name: (values, chosen) for name, chosen in parts.items()}
     if column != "reward":
         options["prompt and response"] = (values + run.rows["prompt_length"], lambda each: each)
     for name, (given, chosen) in options.items():
-        means = [np.mean(chosen(given[run.steps[run.at] == step])) for step in steps]
-        if len(steps) > 2 and np.allclose(means, value, rtol=1e-4, atol=1e-6):
+        if np.allclose(
+            [np.mean(chosen(given[run.steps[run.at] == step])) for step in steps], value, rtol=1e-4, atol=1e-6
+        ):
             return name
     return ""
 
@@ -737,6 +782,105 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         steps, is_equal = (np.array(column) for column in list(zip(*rows, strict=True))[:2])
         at = np.searchsorted(run.steps, steps)
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
+
+
+def _references(run: _Run) -> Iterator[DataFinding]:
+    """Detect a reference pass that equals the trainer's at all steps inspected."""
+    rows = run.database.connection.execute(
+        _EQUAL.format(steps=run.inspected), {"a": "reference", "b": "train"}
+    ).fetchall()
+    if len(rows) >= 3 and all(row[1] for row in rows):
+        numbers: Numbers = {
+            "a": "reference",
+            "b": "train",
+            "num_tokens": sum(row[2] for row in rows),
+            "num_steps": len(rows),
+        }
+        at = np.searchsorted(run.steps, np.array([row[0] for row in rows]))
+        yield run.finding("reference_is_policy", np.ones(len(rows), bool), at, _EQUAL_BY_STEP, numbers, notice=True)
+
+
+def _reward_parts(run: _Run) -> Iterator[DataFinding]:
+    """Detect rewards that are no weighted sum of the recorded reward functions of their row."""
+    query = f"SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({run.inspected}) ORDER BY step, place"
+    rows = run.database.connection.execute(query).fetchall()
+    names = rows[0][3] if rows else None
+    if not names or len(names) < 2 or any(row[3] != names for row in rows):
+        return
+    reward = np.array([np.nan if row[2] is None else row[2] for row in rows], float)
+    parts = np.array([[np.nan if each is None else each for each in row[4]] for row in rows], float)
+    at = np.searchsorted(run.steps, np.array([row[0] for row in rows]))
+    there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
+    if there.sum() < 20 or np.ptp(reward[there]) == 0:
+        return
+    least = 1e-4 * np.abs(reward[there]).max()
+
+    def weights_of(rewards: np.ndarray) -> np.ndarray | None:
+        """Return the weights whose sum gives all rewards; None if there are none."""
+        known = there & np.isfinite(rewards)
+        found, *_ = np.linalg.lstsq(parts[known], rewards[known], rcond=None)
+        return found if np.abs(parts[known] @ found - rewards[known]).max() < least else None
+
+    everywhere = np.ones(len(reward), bool)
+    if (weights := weights_of(reward)) is not None:
+        declared = {
+            name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))
+        }
+        used = np.abs(parts[there]).max(axis=0) > 0
+        off = [
+            abs(weight - declared.get(name, weight)) > 0.01
+            for weight, name in zip(weights[used], np.array(names)[used], strict=True)
+        ]
+        explanation = " + ".join(f"{round(float(weight), 3):g} {name}" for weight, name in zip(weights, names, strict=True))
+        if any(off) or (not declared and np.ptp(weights[used]) > 0.01):
+            yield run.finding(
+                "rewards_weighted", everywhere, at, _BY_STEP, {"explanation": explanation}, notice=not any(off)
+            )
+        return
+    firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
+    tried = {
+        f"those of the row {abs(by)} {'later' if by > 0 else 'earlier'}": reward[firsts + (place - firsts - by) % sizes]
+        for by in (1, -1, 2, -2, 3, -3, 4, -4)
+    }
+    if np.ptp(sizes) == 0:
+        tried["those of the previous step"] = np.r_[reward[sizes[0] :], np.full(sizes[0], np.nan)]
+    explanation = next((name for name, moved in tried.items() if weights_of(moved) is not None), "")
+    declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
+    total = np.nansum(parts * [declared.get(name, 1.0) for name in names], axis=1)
+    if not explanation and np.abs(np.trunc(total[there]) - reward[there]).max() < least:
+        explanation = "their sum without its fraction: it passed through an integer"
+    if explanation:
+        yield run.finding("rewards_differ", everywhere, at, _BY_ROW, {"explanation": explanation})
+
+
+def _recorded_text(run: _Run) -> Iterator[DataFinding]:
+    """Detect prompts that are recorded with padding, and responses that go on after their end token."""
+    if (sample := run.sample) is None:
+        return
+    at = np.searchsorted(run.steps, sample.steps)
+    prompts = [None if each is None else np.asarray(each) for each in sample.prompts]
+    known = np.array([each is not None and len(each) > 3 for each in prompts])
+    if known.sum() >= 8:
+        first = np.array([each[0] if ok else -1 for each, ok in zip(prompts, known, strict=True)])
+        again = np.array([ok and each[0] == each[1] for each, ok in zip(prompts, known, strict=True)])
+        ids, counts = np.unique(first[again], return_counts=True)
+        if again.sum() >= max(4, 0.3 * known.sum()) and counts.max() > 0.9 * counts.sum():
+            numbers: Numbers = {"num": int(again.sum()), "of": int(known.sum()), "token": int(ids[counts.argmax()])}
+            yield run.finding("prompt_padding", again, at, _BY_ROW, numbers)
+    from_end = sample.lengths[sample.seq] - 1 - sample.position
+    rows = sample.lengths > 0
+    for distance in range(1, 9):
+        there = (from_end == distance) & sample.mask
+        ids, counts = np.unique(sample.tokens[there], return_counts=True)
+        if not len(ids):
+            continue
+        token = ids[counts.argmax()]
+        everywhere = sample.tokens == token
+        if counts.max() >= max(8, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum():
+            affected = np.isin(np.arange(len(at)), sample.seq[there & everywhere])
+            numbers = {"num": int(counts.max()), "of": int(rows.sum()), "token": int(token), "distance": distance}
+            yield run.finding("tokens_after_end", affected, at, _BY_ROW, numbers)
+            return
 
 
 def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
@@ -853,6 +997,9 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
             "limit": float(np.median(limit[early])),
         }
         yield run.finding("limit_contradicts", early, at, _BY_ROW, numbers)
+    if (beyond := np.isfinite(limit) & (limit > 0) & (sample.lengths > limit)).sum() >= 3:
+        numbers = {"num": int(beyond.sum()), "length": longest, "limit": float(np.median(limit[beyond]))}
+        yield run.finding("limit_exceeded", beyond, at, _BY_ROW, numbers)
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
     short = sample.lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)

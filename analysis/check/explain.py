@@ -295,7 +295,8 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 def _is_part(place: Finding) -> bool:
     """Return True if a place only divides the run and is not a cause in itself."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
-    return ids or place.code not in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code)
+    is_wide = place.code == BOUNDARY.code and place.share > 0.15
+    return ids or is_wide or place.code not in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:

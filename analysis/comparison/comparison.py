@@ -84,7 +84,7 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Name -> step -> value, valid until the next listed step."""
+"""Values by name and step; each is valid until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
@@ -153,7 +153,7 @@ def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iter
 
 
 def _contracts(database: Database) -> dict[int, dict[str, str]]:
-    """Return step -> pass -> most frequent contract of the pass, as JSON."""
+    """Return the most frequent contract by step and pass, as JSON."""
     texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     found: dict[int, dict[str, str]] = {}
     for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():

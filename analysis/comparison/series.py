@@ -35,8 +35,8 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ; add the names of bitwise-equal series to `same`, and of series that differ only by
-    noise to `within`."""
+    """Yield the series that differ; add the names of bitwise-equal series to `same`, and the names of series that
+    differ only by noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -97,9 +97,10 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of one step; infinity without noise; None if insignificant.
+    """Return the mean difference in standard deviations of one step; infinity if there is no noise; None if
+    insignificant.
 
-    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows
+    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of a few steps follows
     Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,
     Annals of Mathematical Statistics 30, 1959).
     """
@@ -160,7 +161,8 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True for pairs in groups whose sequences all have equal responses and rewards in both runs."""
+    """Return a [K] bool mask that is True for pairs in groups whose sequences have the same responses and rewards in
+    both runs."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):

@@ -221,7 +221,8 @@ class Head:
         """Return [C, V] logits before temperature.
 
         Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
-        the pass rounded. Only the order of summation may differ from that of its kernel, which can change the last bit.
+        the pass rounded. Only the order of summation may differ from that of the pass's kernel, which can change the
+        last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:

@@ -36,7 +36,7 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""Column of a compared token -> its SQL type."""
+"""SQL types of the columns of a compared token."""
 
 
 @dataclass(frozen=True, slots=True)

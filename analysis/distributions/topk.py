@@ -143,7 +143,7 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return [C] bool: True for rows with NaN or without mass."""
+    """Return a [C] bool mask that is True for rows with NaN or without mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -152,7 +152,8 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the id [C] of the most probable token, and [C] bool: True if another token may be as probable."""
+    """Return the id [C] of the most probable token, and a [C] bool mask that is True where another may be as
+    probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

@@ -233,9 +233,9 @@ class SeriesSummary:
     num_steps: int
     """Number of steps with a value."""
     first: float
-    """Median of the first tenth of the steps, at least five."""
+    """Median over the first tenth of the steps, but over at least five."""
     last: float
-    """Median of the last tenth of the steps, at least five."""
+    """Median over the last tenth of the steps, but over at least five."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]

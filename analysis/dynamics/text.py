@@ -26,7 +26,7 @@ SUMMARY: Mapping[str, str] = {
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
-"""Code of a summary statement -> sentence template."""
+"""Sentence templates, by code of the summary statement."""
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
@@ -43,7 +43,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
     "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
-"""Code of a question that the trace cannot answer -> sentence template."""
+"""Sentence templates, by code of a question that the trace cannot answer."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:

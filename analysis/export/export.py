@@ -46,7 +46,7 @@ class Exported(Result):
     num_sequences: int
     """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written. For tensorboard and wandb, this includes the mismatch by step."""
+    """Number of logged values written. For tensorboard and wandb, this includes the per-step mismatch."""
     num_texts: int
     """Number of logged texts. They are not exported to tensorboard and wandb, where a series contains only numbers."""
 
@@ -169,7 +169,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return step -> column of the pair -> value; empty if the trace lacks one of the two passes."""
+    """Return the pair's values by step and column; empty if the trace lacks one of the two passes."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)

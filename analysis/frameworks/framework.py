@@ -125,7 +125,7 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read the rows from which a framework's numbers for a pair of passes are computed, only once. While the context is
+    """Read only once the rows from which a framework's numbers for a pair of passes are computed. While the context is
     open, only medians over tokens read the tokens again.
 
     The rows of the macros that read tokens are stored in temporary tables, which replace these macros. Sequences

@@ -42,7 +42,7 @@ class NemoRl(Framework):
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """Maximum mean of exp(|d|) over a sequence; sequences with a larger mean are masked. None masks no sequence."""
+    """Sequences whose mean exp(|d|) exceeds this value are masked. None masks no sequence."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped from below to 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)

@@ -1,8 +1,9 @@
--- Numbers of NeMo-RL 0.7.0: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
+-- NeMo-RL 0.7.0's numbers: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
 -- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
 --   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is the same for each sequence with tokens.
---   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same of -d. With k1 they are means of -d and d, with k2 of d^2 / 2.
+--   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same for -d. With k1 they are means of -d and d,
+--   with k2 of d^2 / 2.
 --   js_divergence_error = mean of half the k3 of a against m plus half that of b, m = mean of both probabilities.
 --   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, with infinities and NaN as 0; at sequence
 --   level mean of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
@@ -10,8 +11,8 @@
 --   share of sequences with exp(mean of d) outside them.
 --   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), for sequences exp(mean of it),
 --   with disable_ppo_ratio mean of current; probs_ratio_clamped the same, clamped to 1 - ratio_clip_min and 1 + ratio_clip_max.
---   All are NULL without the pass current. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and logs -1
---   if all are; here this applies per sequence.
+--   All are NULL without the `current` pass. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and
+--   logs -1 if all are; here this applies per sequence.
 --   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
 --   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
 --   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.

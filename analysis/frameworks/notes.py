@@ -35,7 +35,8 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Return a note on runs that lack a pass or one of its columns, which makes some numbers NULL; empty if none do."""
+    """Return a note on runs that lack a pass or one of its columns, which makes some numbers NULL; empty if no run
+    does."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]

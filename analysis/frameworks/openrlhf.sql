@@ -1,9 +1,9 @@
--- Numbers of OpenRLHF 0.11.0: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as ppo_train of
+-- OpenRLHF 0.11.0's numbers: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as ppo_train of
 -- openrlhf/trainer/ray/ppo_actor.py does. Pass a is the trainer (old_log_probs), b vLLM (rollout_log_probs).
 --   vllm_kl = mean of b - a over the tokens that count in the loss: k1, signed.
 --   ppo_kl = mean of a - current over these tokens; ppo_clip_ratio = share of them for which clipping the ratio lowers ratio *
 --   advantage. The ratio is exp(current - a), clamped to 20 nats; for gspo exp of a sequence's mean of current - a, or with
---   is_correction_enable of current - b. Both are NULL without the pass current.
+--   is_correction_enable of current - b. Both are NULL without the `current` pass.
 -- OpenRLHF multiplies by the mask; here tokens that do not count are left out, whatever their logprob.
 
 -- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums, over passes a and b, and over current and a.
@@ -19,8 +19,8 @@ CREATE OR REPLACE MACRO openrlhf_updates(a) AS TABLE
     WHERE mask AND d IS NOT NULL
     GROUP BY run, step, seq_id, iteration_a, iteration_b;
 
--- openrlhf_ratios(old, ...): one row per token and inner iteration, with the loss's ratio to a pass. The pass current is paired
--- with itself within the same iteration.
+-- openrlhf_ratios(old, ...): one row per token and inner iteration, with the loss's ratio to a pass. The `current` pass
+-- is paired with itself within the same iteration.
 CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
     SELECT run, step, seq_id, advantage,
            exp(CASE policy_loss_type WHEN 'ppo' THEN torch_clamp(d, -20.0, 20.0) WHEN 'gspo' THEN mean_d

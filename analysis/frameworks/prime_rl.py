@@ -24,11 +24,11 @@ class PrimeRl(Framework):
     """Options of prime-rl's losses that decide which tokens are masked."""
 
     dppo_mask_low: float = option_field(
-        0.2, "Mask larger drops of a probability if A <= 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask larger drops in probability if A <= 0 (0.2).", metavar="P", at_least=0
     )
     """Tokens with A <= 0 are masked if their probability drops by more than this value."""
     dppo_mask_high: float = option_field(
-        0.2, "Mask larger rises of a probability if A > 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask larger rises in probability if A > 0 (0.2).", metavar="P", at_least=0
     )
     """Tokens with A > 0 are masked if their probability rises by more than this value."""
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)

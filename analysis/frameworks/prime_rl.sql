@@ -1,4 +1,4 @@
--- Numbers of prime-rl 0.8.0: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
+-- prime-rl 0.8.0's numbers: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
 -- statistics of Tensors.compute_stats. Pass a is the trainer, b the inference; d = a - b, over the tokens that count.
 --   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. The others are over sequences, each counting once with its mean
 --   over tokens, 0 without tokens.

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Type of an option -> cast of the option's value in a macro call. Integers and booleans are not cast, because DuckDB
+"""Casts of option values in a macro call, by the option's type. Integers and booleans are not cast, because DuckDB
 rejects aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Name of a framework -> its class, which is imported on first use."""
+    """Classes of the frameworks by name; each is imported on first use."""
 
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK

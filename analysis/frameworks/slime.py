@@ -29,7 +29,7 @@ _OF_MODES = {
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""Value of tis_mode -> numbers logged in this mode only."""
+"""Numbers that are logged in only one mode, by value of tis_mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

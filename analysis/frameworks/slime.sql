@@ -1,4 +1,4 @@
--- Numbers of slime 0.3.1: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py,
+-- slime 0.3.1's numbers: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py,
 -- reduced by get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and, named mis_*, those of
 -- compute_mis_weights of examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling
 -- weights), b the rollout; d = a - b over the tokens that count in the loss.
@@ -6,7 +6,7 @@
 --   calculate_per_token_loss it is the sum over tokens divided by their number, where a sequence without tokens counts as one.
 --   A sequence-level value counts once for each of its tokens.
 --   tis = exp(d), not cut; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
---   ppo_kl = mean of old - current, ois = mean of exp(current - old), old is pass a; NULL without the pass current.
+--   ppo_kl = mean of old - current, ois = mean of exp(current - old), old is pass a; NULL without the `current` pass.
 --   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d; from a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
 --   mis_log_ppl_diff = rollout - training, mis_ppl_ratio its exp; mis_chi2_token = mean of rho^2 - 1, mis_chi2_seq the same for
 --   the product over a sequence, rho = exp(d).

@@ -1,11 +1,11 @@
--- Numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
+-- TRL 1.16.0's numbers. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
 -- count in the loss.
 -- Mismatch, following _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
 --   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if none has any.
 --   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
 --   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without
 --   tokens the ratio 1.
--- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the pass current or without advantages:
+-- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the `current` pass or advantages:
 --   the ratio is exp(current - a) of a token; with importance_sampling_level sequence, exp of a sequence's mean of current - a;
 --   with trainer rloo, exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
 --   positive one; ratios are capped at delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max the
@@ -60,7 +60,7 @@ CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
 CREATE OR REPLACE MACRO trl_logged_at(step, logging_steps, logging_first_step) AS
     CASE WHEN logging_first_step AND step = 1 THEN 1 ELSE ((step + logging_steps - 1) // logging_steps * logging_steps) END;
 
--- trl_sampling(...): numbers of the mismatch, one row per step, per run with step NULL, or per logged step.
+-- trl_sampling(...): the mismatch numbers, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS TABLE
     SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step, sum(num_tokens) AS num_tokens,
            avg(mean_diff) AS mean_diff, avg(max_diff) AS max_diff,
@@ -85,7 +85,7 @@ CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, lo
     GROUP BY ALL;
 
 -- trl_updates(a): one row per use of a sequence by the loss, with the keys of its update and micro-batch.
--- The pass current is paired with itself per use.
+-- The `current` pass is paired with itself per use.
 CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
     SELECT s.run, s.step, s.seq_id, s.advantage, now.iteration, coalesce(now.policy_version + 1, s.step) AS update,
            now.forward_id
@@ -139,7 +139,7 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
         ) USING (run, step, seq_id, iteration)
     );
 
--- trl_clipping(...): numbers of the loss, one row per step, per run with step NULL, or per logged step.
+-- trl_clipping(...): the loss numbers, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_clipping(
     a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps, logging_first_step
 ) AS TABLE
@@ -178,7 +178,7 @@ CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
          WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
     END;
 
--- trl_groups(...): the numbers of mismatch and loss side by side; NULL if TRL does not log them. The last log of a run may cover
+-- trl_groups(...): the mismatch and loss numbers side by side; NULL if TRL does not log them. The last log of a run may cover
 -- fewer than logging_steps steps; its step is the last one.
 CREATE OR REPLACE MACRO trl_groups(
     a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,

@@ -88,7 +88,7 @@ class Verl(Framework):
 
         from .verl_sums import summed
 
-        # Summing here runs in parallel with reading, which a function called by DuckDB would not.
+        # Summing here runs in parallel with reading; in a function called by DuckDB it would not.
         batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
 
@@ -111,7 +111,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Convert rows per group and option to one row per group, with columns `<option>_<statistic>`."""
+    """Convert rows, one per group and option, to one row per group, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}

@@ -1,4 +1,4 @@
--- Off-policy numbers of verl 0.9.0 under its own names: compute_offpolicy_metrics of
+-- verl 0.9.0's off-policy numbers under its own names: compute_offpolicy_metrics of
 -- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
 -- trainer (old_log_probs), b the rollout.
 --   Token means are over the tokens that count in the loss. Sequence means are over the whole batch: a fully masked sequence
@@ -102,7 +102,7 @@ CREATE OR REPLACE MACRO verl_steps(a, b) AS TABLE
 CREATE OR REPLACE MACRO verl_runs(a, b) AS TABLE
     SELECT * EXCLUDE (step) FROM verl_groups(a, b, false);
 
--- Rollout correction of verl 0.9.0: importance-sampling weights and rejections, after compute_rollout_correction_weights
+-- verl 0.9.0's rollout correction: importance-sampling weights and rejections, after compute_rollout_correction_weights
 -- and compute_rollout_rejection_mask of verl/trainer/ppo/rollout_corr_helper.py. Pass a is the trainer, b the rollout;
 -- rho = exp(d). Log-ratios are clamped to 20 nats before exp. Options have verl's names and syntax.
 

@@ -134,7 +134,7 @@ class Verdict:
     value: float
     """Value of the metric over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
-    """Lower end of the interval over groups; None if there is none, for the reason in `how`."""
+    """Lower end of the interval over groups; None if there is no interval, for the reason in `how`."""
     high: float | None
     bound: float | None
     verdict: str
@@ -174,13 +174,13 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Column of `stats` that is a maximum -> column with the maximum of each sequence."""
+"""For each column of `stats` that is a maximum, the column with each sequence's maximum."""
 
 MOST_NULL = 0.5
-"""For a metric to represent the run, at most this share of the loss tokens may lack a logprob in a pass."""
+"""Share of the loss tokens without a logprob in a pass above which a metric does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
-"""Column of `stats` that is a quantile of |d| -> its probability."""
+"""Probability of each quantile of |d| among the columns of `stats`."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
@@ -196,9 +196,9 @@ class SequenceColumns:
     """Columns of statistics, with one element for each sequence that has a comparable token."""
 
     values: dict[str, Array]
-    """Name -> [N] column; the statistics follow from the totals of these columns."""
+    """[N] columns by name; the statistics are computed from the totals of these columns."""
     largest: dict[str, Array]
-    """Column named in the values of LARGEST -> [N] maximum of each sequence."""
+    """[N] maximum of each sequence, by column name; the names are the values of LARGEST."""
     unit_N: np.ndarray
     """[N] index of the group that each sequence belongs to."""
 

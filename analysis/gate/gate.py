@@ -116,7 +116,8 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if both ends of the interval violate the condition, if neither does, or if all groups are equal."""
+    """Return True if both ends of the interval violate the condition, if neither does, or if all groups are
+    identical."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

@@ -41,14 +41,14 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Metric that a few tokens can dominate -> lowest measured coverage of the metric's 95% interval, over runs whose logit
-errors have no fourth moment or differ in size between groups; see docs/evidence/intervals.md."""
+"""Lowest measured coverage of the 95% intervals of metrics that a few tokens can dominate, over runs whose logit errors
+have no fourth moment or differ in size between groups; see docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Metrics of the weights exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""Maximum `SequenceColumns.reach`, in nats, for these metrics to have an interval. Below this limit, coverage is as
+"""`SequenceColumns.reach`, in nats, above which these metrics have no interval. Below this limit, coverage is as
 listed in TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
@@ -57,7 +57,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Metric -> lower and upper limit of the metric, which also limit its interval."""
+"""Lower and upper limits of metrics, which also limit their intervals."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
@@ -92,7 +92,7 @@ class Run:
         """Description of the tokens that the measured metrics exclude; empty if there are none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> the metric with its value, interval, and value at each step."""
+        """Return the metric of each condition, with its value, its interval, and its value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -274,10 +274,10 @@ class _Asked:
                 raise _no_value(metric)
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
-        """Metric -> value, for the metrics with a condition on all steps together."""
+        """Values of the metrics that have a condition on all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return condition -> metric; metrics that are not in `found` have no interval."""
+        """Return the metric of each condition; metrics that are not in `found` have no interval."""
         of_metric = {measured.metric: measured for measured in found}
         for metric, value in self._values.items():
             measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))

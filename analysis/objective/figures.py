@@ -147,7 +147,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean over sequences of "
     "|(exp(sum d) - 1) A|", bounds=_SIZE),
 }  # fmt: skip
-"""Name of a figure -> its formula; sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
+"""Formulas by name of the figure; sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and
+drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
@@ -190,7 +191,7 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Return name -> figure for each element of the totals; NaN where a divisor is 0."""
+    """Return the figures by name, one value for each element of the totals; NaN where a divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -68,7 +68,7 @@ class LossTerms:
     """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Return name -> [N] sums over the terms of each sequence."""
+        """Return the [N] sums over the terms of each sequence, by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)

@@ -51,8 +51,8 @@ def objective(
     masked rows and tokens without a logprob, which contribute nothing to the sums. `steps` (3:80, -10:, 2:200:2)
     selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), has its actors share the
-    reading of the tokens.
+    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
+    tokens.
 
     Questions that lack data (no advantages, no `current` pass, no trainer or no engine, an unknown loss) are listed in
     `cannot` and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.

@@ -45,7 +45,7 @@ class PassRoles:
     train: str
     rollout: str
     current: str
-    """Name of the pass inside the loss; equal to `train` if that pass was not recorded."""
+    """Name of the pass inside the loss; `train` if that pass was not recorded."""
     loss: Loss
     known: frozenset[str]
     """The members of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
@@ -133,8 +133,8 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Name of a loss -> values of Loss fields that neither the trace nor an option sets. The bounds of gspo are from arXiv
-2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
+"""Values of Loss fields that neither the trace nor an option sets, by kind of loss. The bounds of gspo are from
+arXiv 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:

@@ -55,7 +55,7 @@ CANNOT: Mapping[str, str] = {
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Code of a question without an answer -> the question, and why or what to record."""
+"""Questions without an answer, by code, each with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
@@ -78,7 +78,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return code -> description of where the loss settings come from."""
+    """Return descriptions of where the loss settings come from, by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",

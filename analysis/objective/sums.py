@@ -140,13 +140,13 @@ class SequenceSums:
     update_N: np.ndarray
     """Index in `updates` of the row's update."""
     share_N: Array
-    """Factor of the loss on each token's term within its update."""
+    """Factor by which the loss multiplies each token's term within its update."""
     num_rows_U: np.ndarray
     """[U] number of sequences that went through the loss, with or without a comparable token."""
     micro_batches_known: bool
     """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
-    """Column in COLUMNS -> [N] sums."""
+    """[N] sums by column in COLUMNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,8 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor [R] of the loss on each token's term; with aggregation `sequence`, on the sequence's term.
+    """Return the factor [R] by which the loss multiplies each token's term; with aggregation `sequence`, the sequence's
+    term.
 
     An update whose micro-batches were not recorded is treated as one batch.
     """
@@ -276,7 +277,7 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return [U] bool: True if the micro-batch of every row was recorded."""
+    """Return a [U] bool mask that is True where the micro-batch of every row was recorded."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 

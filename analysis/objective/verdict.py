@@ -66,7 +66,7 @@ class Objective(Result):
     cannot_codes: tuple[Statement, ...]
     """Questions without an answer, as codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Name -> figure of the run; see figures.FIGURES."""
+    """Figures of the run by name; see figures.FIGURES."""
     steps: Rows
     """One row per update: step, iteration and the figures."""
 
@@ -98,7 +98,7 @@ class Objective(Result):
 
 SMALL, LARGE = 0.001, 0.05
 """Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. They are tim-trace's
-own convention: rewards are so noisy that a bias of 0.1% is invisible, but 5% is visible."""
+own convention: rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:

@@ -1,6 +1,6 @@
 -- Mismatch by the entropy of the next-token distribution, one row per 0.25 nats.
 -- Unit: nats; share_of_k3 is a share.
--- Needs: the entropy of either pass, or of the pass current.
+-- Needs: the entropy of either pass, or of the `current` pass.
 -- Source: IcePop (masked tokens have higher entropy); richardli.xyz/rl-collapse.
 -- Meaning: rounding gives a mismatch that grows with entropy. A mismatch at low entropy is not rounding: look for wrong rows,
 --   routing flips or a different distribution.

@@ -2,7 +2,7 @@
 -- Unit: gap_from in nats; shares.
 -- Needs: distributions that both passes captured, and the top-2 gap of either.
 -- Source: OpenReview QDOKyg7a5e: a flip happens if the noise of two logits exceeds their gap.
--- Meaning: flips only at small gaps are rounding; flips at gaps of several nats mean a different distribution.
+-- Meaning: flips only at small gaps come from rounding; flips at gaps of several nats mean a different distribution.
 SELECT run,
        CASE WHEN top2_gap > 0 THEN 4.0 ** greatest(floor(log2(top2_gap) / 2), -12) ELSE 0.0 END AS gap_from,
        count(*) AS num_tokens,

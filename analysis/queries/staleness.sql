@@ -1,6 +1,6 @@
 -- Split of the loss's log ratio into mismatch and staleness, one row per step and inner iteration.
 -- Unit: nats; variances in nats squared; shares.
--- Needs: the pass current.
+-- Needs: the `current` pass.
 -- Source: arXiv 2512.01374: ln(current / rollout) = ln(train / rollout) + ln(current / train) = d + stale.
 -- Meaning: share_mismatch = mean d^2 / (mean d^2 + mean stale^2). A loss that divides by the trainer's own logprobs sees only
 --   stale; one that divides by the rollout's sees the total.

@@ -29,7 +29,7 @@ _EFFECTS = {
     "large_push": "large bias",
     "opposed": "no clear direction: without the clip the sign flips",
 }
-"""Code for the effect of the mismatch on the objective -> the name shown in a report."""
+"""Names shown in a report for the effect of the mismatch on the objective, by code."""
 
 _SIZES = {
     "equal": "no mismatch",
@@ -40,7 +40,7 @@ _SIZES = {
     "changed": "changed during the run",
     "not_valid": "unknown until the comparison is valid",
 }
-"""Code for the size of the mismatch -> the name shown in a report."""
+"""Names shown in a report for the size of the mismatch, by code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,8 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias: its direction and size if the direction is certain, else the size of the noise."""
+    """Return the code for the net bias: its direction and size if the direction is certain, otherwise the size of the
+    noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -258,7 +259,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Code of a question -> (the question, the function that answers it, the command that prints the details)."""
+"""For each code of a question: the question, the function that answers it, and the command that prints the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

@@ -24,7 +24,7 @@ BAND = "#009E73"
 """Colour for ranges published in papers."""
 
 _FEW = 40
-"""Maximum number of points for a line to be drawn with a dot at every point."""
+"""Lines with at most this many points are drawn with a dot at every point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """Return a [n] bool mask of the points drawn as dots: every point of a short line; otherwise only points whose
+        """Return an [n] bool mask of the points drawn as dots: every point of a short line; otherwise only points whose
         neighbours are missing, which no line segment reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:

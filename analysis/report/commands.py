@@ -27,7 +27,7 @@ def command(subject: Subject, verb: str, *options: str) -> str:
 
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
-"""Name of a series -> its column in the SQL macro pair_steps."""
+"""Columns of the SQL macro pair_steps, by name of the series."""
 
 _OF_SEQUENCES = {
     "reward": "avg(reward) FILTER (isfinite(reward))",

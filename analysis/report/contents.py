@@ -28,7 +28,7 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability that a suspect caused the collapse for the report to suggest a rerun that tests the suspect."""
+"""The report suggests a rerun to test a suspect if it caused the collapse with at least this probability."""
 _SHOWN = 12
 """Number of leading digits of a hash that are shown."""
 
@@ -84,7 +84,7 @@ class Report(Result):
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
-    """Name of a series that is constant throughout the first run -> its value."""
+    """Values of the series that are constant throughout the first run, by name."""
     mismatch: tuple[Chart, ...]
     provenance: tuple[Provenance, ...]
     made_with: str = __version__

@@ -24,7 +24,7 @@ _GROUPS = {
     "arms": "What would remove or reduce the mismatch",
     "corrections": "What would remove or reduce the mismatch",
 }
-"""Prefix of a chart's key -> the heading under which the chart is shown."""
+"""Headings under which charts are shown, by prefix of the chart's key."""
 
 
 _PROFILES = {
@@ -40,7 +40,7 @@ _PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
-"""Breakdown -> (title, axis label, note) of its chart."""
+"""Title, axis label and note of the chart of each breakdown."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:

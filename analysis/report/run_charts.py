@@ -34,7 +34,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return name -> value of each series that is constant throughout the run."""
+    """Return the value of each series that is constant throughout the run, by name."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -170,7 +170,7 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""Name of a series -> its title, unit and explanation in a report, in the order shown."""
+"""Title, unit and explanation of each series in a report, by name, in the order shown."""
 
 EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
 
@@ -196,4 +196,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from one run: the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Word -> note that a report shows when the reader hovers over the word."""
+"""For each word, the note that a report shows when the reader hovers over it."""

@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 NUM_QUESTIONS = 9
 """Number of progress units per run."""
 WHOLE = 30_000_000
-"""Maximum number of tokens for a run to be read whole; a larger run is read in part."""
+"""Runs with more tokens than this are read only in part."""
 MOST_TOKENS = 5_000_000
 """Number of tokens read from a run with more than `WHOLE` tokens; a single large step may exceed it."""
 
@@ -65,7 +65,7 @@ class Subject:
     part: str
     """Phrase for the steps that the objective and the corrections cover."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Name of a replay -> its mismatch with pass b, by step."""
+    """Per-step mismatch between each replay and pass b, by name of the replay."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -73,7 +73,7 @@ class Subject:
     evaluation: Column | None
     """The logged evaluation that `attribute` used as the outcome; None if it used the reward, or had no outcome."""
     unanswered: Mapping[str, str]
-    """Analysis that could not be computed -> reason."""
+    """Reasons why analyses could not be computed, by analysis."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -161,7 +161,8 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase for these steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase that describes these
+    steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:

@@ -1,7 +1,7 @@
 -- Pairs of passes, joined with other data recorded for the same tokens.
 
 -- pair_entropies(a, b): one row per response token, with the entropy and the gap between the two most probable tokens (nats).
--- They come from pass b, else from pass a, else from the pass current at the loss's first use of the sequence.
+-- They come from pass b, or else from pass a, or else from the `current` pass at the loss's first use of the sequence.
 CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
            logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d

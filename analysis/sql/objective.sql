@@ -82,11 +82,11 @@ CREATE OR REPLACE MACRO objective_tokens(
         )
     );
 
--- loss_shares(now, ...): one row per (sequence, inner iteration) that went through the loss; share is the loss's factor on each
--- token's term. num_tokens depends on the mask only, and rows without tokens count in num_rows, so that sum(share *
--- term_applied) of objective_tokens is minus the policy part of the loss, except for cispo and vespo. micro_token_mean treats
--- the update as one batch if forwards were not recorded. `sequence` divides the sequence's single term among its tokens.
--- `constant` is the loss's max_tokens, which is also the name of a column here.
+-- loss_shares(now, ...): one row per (sequence, inner iteration) that went through the loss; share is the factor by
+-- which the loss multiplies each token's term. num_tokens depends on the mask only, and rows without tokens count in
+-- num_rows, so that sum(share * term_applied) of objective_tokens is minus the policy part of the loss, except for
+-- cispo and vespo. micro_token_mean treats the update as one batch if forwards were not recorded. `sequence` divides
+-- the sequence's single term among its tokens. `constant` is the loss's max_tokens, also a column name here.
 CREATE OR REPLACE MACRO loss_shares(now, aggregation := 'token_mean', constant := NULL) AS TABLE
     SELECT run, step, seq_id, iteration, num_tokens, num_rows,
            CASE WHEN aggregation IN ('token_mean', 'batch_token_mean') THEN 1.0 / greatest(num_update_tokens, 1)

@@ -1,4 +1,4 @@
-"""Divide a series exactly into the straight segments of least cost.
+"""Find the exact division of a series into straight segments with the least cost.
 
 ruptures' Pelt finds the same cuts, 7 times (60 steps) to 70 times (1,000 steps) slower.
 
@@ -48,7 +48,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
+    """Residual sums of squares of the lines fitted to segments of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)

@@ -82,5 +82,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Name of a `stats` column -> function that computes it from totals of `addable` columns. The formulas are those of
+"""Functions that compute the columns of `stats`, by name, from totals of `addable` columns. The formulas are those of
 sql/statistics.sql."""

@@ -1,4 +1,5 @@
-"""Compute confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
+"""Compute confidence intervals over groups, because sequences from one prompt and tokens of one sequence are
+correlated.
 
 Groups are resampled. A group is the sequences of one step with one `group_id`, or a single sequence without one.
 benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
@@ -35,17 +36,17 @@ PARTS = 20
 """Maximum number of parts of a jackknife, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. In between, there are enough for _BEYOND of them to fall beyond each bound."""
+"""Minimum and maximum number of resamples. Within these limits, about _BEYOND resamples fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""A standard error below this, relative to its terms, is rounding error; all groups are then equal."""
+"""A standard error below this, relative to its terms, is rounding error; all groups are then identical."""
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample, relative to that of the run, below which the resample's groups count as equal."""
+"""Standard error of a resample, relative to that of the run, below which the resample's groups count as identical."""
 
 
 _BLOCK = 1 << 15
@@ -110,7 +111,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval of the largest value, whose upper bound is that value.
+    """Return an interval for the largest value; its upper bound is that value.
 
     Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """
@@ -137,8 +138,8 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
     """Return the interval of a smooth statistic, given its value without each of P parts made of whole groups.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. FEW if there are fewer than MIN_GROUPS
-    parts, SINGLE if leaving out most parts does not change the value, as with a maximum.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW if there are fewer
+    than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -262,7 +263,7 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """Return [R, C] derivatives of a statistic by each total."""
+        """Return the [R, C] derivatives of a statistic with respect to each total."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:
@@ -274,7 +275,8 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return [R] standard errors of the linearised statistic, given how often each resample has each unit."""
+        """Return the [R] standard errors of the linearised statistic, given how often each resample contains each
+        unit."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -305,7 +307,7 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """Return [R, G] how often each resample has each unit, from a fixed seed."""
+    """Return how often each resample contains each unit, [R, G], from a fixed seed."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)

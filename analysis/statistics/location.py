@@ -44,7 +44,7 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares relative to a single line, in long-run variances, if slope and level may both
+    """Reduction in the sum of squares relative to a single line, in long-run variances, if slope and level may both
     change.
     """
 
@@ -89,7 +89,7 @@ def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return [P] reductions of the sum of squares when a line is extended by each column."""
+    """Return the [P] reductions in the sum of squares when a line is extended by each column."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))

@@ -52,7 +52,8 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """Return the bounds of a loss: of min(min(ratio, hard) A, clip(ratio) A) for ppo_clip, of the weight for cispo.
+    """Return a loss's bounds: on the ratio in min(min(ratio, hard) A, clip(ratio) A) for ppo_clip, on the weight for
+    cispo.
 
     >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
     Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)
@@ -66,7 +67,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return [K] log-ratios of the terms from [T] of tokens, which are 0 for masked tokens; `num_N` tokens count.
+    """Return the terms' log-ratios [K], given the tokens' [T], which are 0 for masked tokens; `num_N` tokens count.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -143,9 +144,9 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return True where the ratio is beyond the bound for the sign of its advantage.
+    """Return a mask that is True where the ratio is beyond the bound for the sign of its advantage.
 
-    False where the loss has no bound, and for an advantage of 0. `loss_clips` is the same in SQL.
+    It is False where the loss has no bound, and for an advantage of 0. `loss_clips` is the same in SQL.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
@@ -160,7 +161,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
     """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
 
-    Ratios beyond a bound become the bound if truncated, 0 if masked; a bound of None is no bound.
+    Ratios beyond a bound become the bound if truncated, 0 if masked; None means no bound.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -179,11 +180,11 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Kind of loss -> the options that its terms depend on."""
+"""Options that the terms of a loss depend on, by kind of loss."""
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options for the macros of sql/loss.sql; its numbers are the same bit for bit.
+    """Return a loss as options for the macros of sql/loss.sql; its numbers stay the same, bit for bit.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

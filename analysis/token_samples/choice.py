@@ -1,6 +1,6 @@
 """Choose the steps to search and the sequences to show, and describe this choice.
 
-In a small run all steps are searched, in a large one some. Shapes: N sequences, ordered by step and name.
+In a small run, all steps are searched; in a large one, only some. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Minimum number of response tokens searched; a run with fewer is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens searched if the trace stores the pair's sums, so that the search need not read tokens."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, in which case no tokens need to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,8 @@ class LookedAt:
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, evenly spaced ones."""
+    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, and evenly spaced
+    ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -142,7 +143,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, else from
+    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, otherwise from
     tokens.
     """
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
@@ -159,7 +160,7 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How many sequences and tokens to show at most."""
+    """Limits on the sequences and tokens to show."""
 
     worst: int = 24
     random: int = 16
@@ -178,9 +179,9 @@ class Choice:
     """The sequences to show, in order."""
 
     why: dict[int, tuple[str, ...]]
-    """Index of a chosen sequence in SequenceMismatch -> reasons why it was chosen."""
+    """Reasons why each sequence was chosen, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
-    """First reason of a sequence -> number of such sequences omitted to stay within max_tokens."""
+    """Number of sequences omitted to stay within max_tokens, by the first reason for which each was chosen."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:

@@ -101,7 +101,7 @@ class _Response:
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
 
     def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
-        """Return the sequence with at most `most` response tokens, those around the largest |d|."""
+        """Return the sequence cut to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -118,7 +118,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return [R] float64 d, nats; NaN where the token does not count or a logprob is missing or not finite."""
+        """Return d as float64 [R], nats; NaN where the token does not count or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -134,7 +134,7 @@ def _first(d_R: np.ndarray, most: int) -> int:
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R] float32 logprobs, NaN where missing, and [R] the state of each value."""
+    """Return the float32 logprobs [R], NaN where missing, and the state [R] of each value."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -147,7 +147,8 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return [R] bool: True for tokens that count: all without a mask; none beyond the end of a short mask."""
+    """Return an [R] bool mask that is True for tokens that count: all if there is no mask, none beyond the end of a
+    short mask."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -206,7 +207,7 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a pass's logprob of a token: a number; NULL, or no row of scores; NaN; an infinity."""
+"""States of a token's logprob in a pass: a number; NULL, or no row of scores; NaN; an infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,15 +248,15 @@ class TokenSample:
     """[T] int32 token ids."""
     texts: list[str]
     logprobs: Mapping[str, np.ndarray]
-    """Pass -> [T] float32, nats, as recorded; NaN if missing."""
+    """[T] float32 by pass, nats, as recorded; NaN if missing."""
     state: Mapping[str, np.ndarray]
-    """Pass -> [T] int8: FINITE, NOT_RECORDED, NAN or INFINITE."""
+    """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
     """[T] bool: True if the loss counts the token; False for tool output and masked parts."""
     advantages: np.ndarray | None
     """[T] float32 if advantages were recorded per token; None otherwise, see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b, else from pass a; NaN if missing; None if neither pass has entropies."""
+    """[T] float32, nats, from pass b, or else from pass a; NaN if missing; None if neither pass has entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

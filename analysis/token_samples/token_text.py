@@ -25,7 +25,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
+    """Return a dict that maps byte-level BPE characters to bytes, the inverse of bytes_to_unicode in GPT-2's
+    encoder.py.
 
     Printable Latin-1 bytes stand for themselves, the others for U+0100 and up.
     """
@@ -119,7 +120,7 @@ _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
 """Maximum size of a tokenizer.json, in bytes; several times that of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum number of characters shown of a token."""
+"""Maximum number of characters to show for one token."""
 
 
 class _Added(msgspec.Struct):
@@ -129,7 +130,7 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Piece -> id; for Unigram, (piece, log-probability) in the order of ids."""
+    """Ids by piece; for Unigram, (piece, log-probability) pairs in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -144,7 +145,7 @@ class Vocabulary:
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Id of an added token -> its content, which needs no decoding."""
+    """Contents of added tokens, by id; they need no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:

@@ -68,7 +68,7 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values stay whole."""
+    """Return a contract's values as text by dotted path, e.g. `model.attention`; lists and empty values stay whole."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -89,7 +89,7 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return hyperparameter name, without its prefix -> number or text; the last value if there are several. If `run`
+    """Return hyperparameters, numbers or texts, by name without prefix; the last value if there are several. If `run`
     is None, all open runs are read."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
@@ -104,7 +104,7 @@ def parse_pair(text: str) -> Pair:
 
 
 def num_scored(database: Database) -> dict[str, int]:
-    """Return pass -> number of score rows with logprobs, for passes that have any."""
+    """Return the number of score rows with logprobs by pass, for passes that have any."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
 
@@ -141,7 +141,7 @@ def _replay_gives(database: Database, name: str) -> str:
     trace = shlex.quote(store.url)
     attach = "" if store.exists(WEIGHTS) else f"`tim-trace weights {trace} --attach VERSION DIR` and "
     return (
-        f". {attach}`tim-trace replay {trace}` score the same tokens with the weights, and "
+        f". To score the same tokens with the weights, run {attach}`tim-trace replay {trace}`; "
         f"{option('pair', f'{REPLAY_PREFIX}as-recorded:{name}')} compares the two"
     )
 
@@ -169,8 +169,8 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps. Replays of all
-    sequences are omitted.
+    """Return, by pass of a sampled replay, its number of sequences, and that of `train` in the same steps. Replays of
+    all sequences are omitted.
     """
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
@@ -178,7 +178,7 @@ def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
 
 
 def sample_sentence(number: int, total: int) -> str:
-    """Return a phrase that says how many of the sequences in its steps a pass sampled."""
+    """Return a phrase that says how many sequences a pass sampled in its steps."""
     return f"a sample: {number:,} of {total:,} sequences in its steps"
 
 

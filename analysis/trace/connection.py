@@ -144,7 +144,7 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise errors of tim-trace in place of DuckDB errors that trace files cause."""
+        """Raise tim-trace errors in place of DuckDB errors caused by trace files."""
         try:
             with interruptible():
                 yield

@@ -31,7 +31,7 @@ Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between two looks at the progress of a running query."""
+"""Seconds between two checks of a running query's progress."""
 
 
 class Database:
@@ -43,11 +43,11 @@ class Database:
     ):  # fmt: skip
         """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        `traces` is one or more paths; or one or more Sources, which are examined already and may have had files
+        `traces` is one or more paths; or one or more Sources, which have already been examined and may have had files
         removed; or a Database, whose sources are opened through a new connection. The views have the `steps` of each
         trace, as parsed by parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster
-        whose actors share the reading of all tokens; see `spread`. Without a `catalogue` only the macros of this folder
-        are available; `views.open_database` adds those of every feature.
+        whose actors share the reading of all tokens; see `spread`. Without a `catalogue`, only the macros of this
+        folder are available; `views.open_database` adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
@@ -72,7 +72,7 @@ class Database:
         self.steps = steps
         """The requested steps, as given."""
         self.kept_steps: dict[str, list[int]] = {}
-        """Run -> steps in the views; empty if the views have all steps."""
+        """Steps in the views, by run; empty if the views have all steps."""
         self.memory: dict[Any, Any] = {}
         """Results of functions decorated with `cached`."""
         self.progress: Progress = no_progress
@@ -89,12 +89,13 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # the code that examined the sources has warned already
+        if self.damaged and not looked_at:  # the code that examined the sources has already warned
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reading to `progress` inside the context; a `cached` result is reported only to its first caller."""
+        """Report to `progress` what is read inside the context; a `cached` result is reported only to its first
+        caller."""
         before, self.progress = self.progress, progress
         try:
             yield

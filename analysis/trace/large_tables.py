@@ -68,7 +68,7 @@ class FileChoice:
     """The files of large tables that a query needs."""
 
     names: dict[str, list[str]]
-    """Pattern of file names -> the files to read for it."""
+    """Files to read for each pattern of file names."""
     counted: frozenset[str] = frozenset()
     """Views whose number of rows the query needs, but none of their columns."""
 
@@ -225,5 +225,5 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """Return the entries of a query plan as a list; DuckDB has a single entry as a plain string."""
+    """Return the entries of a query plan as a list; DuckDB gives a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -34,7 +34,7 @@ class MacroFile(Generic[Owner]):
     functions: tuple[str, ...] = ()
     """Names of the Python functions and tables registered by `register` or `define`."""
     is_listed: bool = True
-    """True if queries that list macros list those of this file."""
+    """True if queries that list macros include those of this file."""
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -49,7 +49,7 @@ class MacroFile(Generic[Owner]):
 
 
 class Catalogue(Generic[Owner]):
-    """Name of a macro, view or function -> files that a query with this name needs."""
+    """For each name of a macro, view or function, the files that a query with this name needs."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -100,7 +100,7 @@ def quoted_pair(pair: tuple[str, str]) -> str:
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct from field name -> SQL type.
+    """Return the SQL type of a struct, given the SQL types of its fields by name.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'

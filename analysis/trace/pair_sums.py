@@ -2,7 +2,7 @@
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone, bitwise, in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone, bit for bit, in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -47,7 +47,7 @@ FUNCTION = "pair_sums_of"
 BATCH_ROWS = 256
 """Maximum number of long sequences in a thread's batch; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens in a thread's batch if sequences are short, and maximum number of sequences in it."""
+"""Number of tokens in a thread's batch if sequences are short, and maximum number of sequences in the batch."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -86,7 +86,7 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them during the reading."""
+    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them while rows are read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -122,7 +122,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return name -> [N] column of schemas.sums; all sums are 0 for a sequence without a finite token."""
+    """Return the [N] columns of schemas.sums by name; all sums are 0 for a sequence without a finite token."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -138,7 +138,8 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B`: first token of each sequence."""
+    """Return the [B] sums in OF_DIFFERENCES, over d = a - b, by name; `starts_B` has the first token of each
+    sequence."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -159,7 +160,7 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_PROBABILITIES -> [B] sums for means, and for squares and products around them.
+    """Return the [B] sums in OF_PROBABILITIES by name: sums for means, and for squares and products around them.
 
     Probabilities are taken relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
     which keeps their differences precise near 0 and near 1.

@@ -1,4 +1,4 @@
-"""Compute quantiles of |d|: exactly for values in memory, else from histograms, which can be merged.
+"""Compute quantiles of |d|: exactly for values in memory, otherwise from histograms, which can be merged.
 
 A histogram bin counts the values whose doubles share their upper bits: sign, exponent, and the first BITS of the
 mantissa. An octave has 2^BITS bins, so the middle of a bin is within a relative error of ERROR of every value in the
@@ -32,7 +32,7 @@ _DENSE_TOKENS = 1 << 16
 _BLOCK_TOKENS = 1 << 20
 """Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Minimum number of gathered values at which equal values are stored once, with a count."""
+"""Once this many values are gathered, equal values are stored as one value with a count."""
 
 Cuts = tuple[float | None, ...]
 """One quantile for each of SHARES; None if there are no values."""
@@ -68,7 +68,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return bin -> number of values below it, for the bins with a rank that a quantile needs."""
+        """Return the number of values below each bin, by bin, for the bins with a rank that a quantile needs."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -97,7 +97,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return [T] int32 the bin of each value; bin numbers ascend with the values."""
+    """Return the bin of each value, [T] int32; bin numbers ascend with the values."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 

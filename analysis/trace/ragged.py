@@ -28,10 +28,10 @@ class Tokens:
     """Tokens of several sequences, concatenated."""
 
     logprobs: dict[str, Array]
-    """Pass -> [T] logprobs, nats; NaN if missing."""
+    """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every required pass has a logprob of it; None if all do."""
+    """bool: True if the loss counts the token and every required pass has a logprob for it; None if all do."""
     entropy_T: Array | None = None
     """Entropy, nats; NaN if missing; None if it was not read."""
     advantage_N: Array | None = None
@@ -143,7 +143,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """Return a bool array: True for the first `kept` values of each list.
+    """Return a bool mask that is True for the first `kept` values of each list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -153,7 +153,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return [T] bool: True if the loss counts a token; None if it counts all tokens."""
+    """Return a [T] bool mask that is True where the loss counts a token; None if it counts all tokens."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -177,7 +177,8 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] the advantage of each token, or of its sequence if it has none; None if no token has its own."""
+    """Return the advantage [T] of each token, or of its sequence if the token has none; None if no token has its
+    own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

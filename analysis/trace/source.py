@@ -36,11 +36,11 @@ class Source(Snapshot):
 
     run: str
     newest: dict[int, int] = field(default_factory=dict)
-    """Step -> its last training attempt; empty if the run was never resumed."""
+    """Last training attempt of each step; empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Kind of sums -> pair -> the valid file."""
+    """Valid files by kind of sums and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Kind and pair -> paths of superseded files."""
+    """Paths of superseded files by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
     """Pairs whose stored sums cover all rows that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)

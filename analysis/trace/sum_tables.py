@@ -1,4 +1,4 @@
-"""Tables of sums, stored in traces or computed since they were opened, and the choice between the two."""
+"""Tables of sums, stored in traces or computed since the traces were opened, and the choice between the two."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class SumTables:
         ]
         """Kind, pair, and run with URL, of every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs whose tables cover every sequence in the views -> True if the sums were computed, False if stored."""
+        """Pairs whose tables cover every sequence in the views, each with True if the sums were computed, False if
+        stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """The same mapping for sums over whole runs."""
+        """The same for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` for the steps in the views; empty if they have all steps."""
         self.files: list[ComputedFile] = []

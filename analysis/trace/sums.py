@@ -55,7 +55,7 @@ EXACT_TOKENS = 32 << 20
 
 
 Quantiles = tuple[Any, ...]
-"""A run, followed by the values in the columns that a quantile table has after the pair."""
+"""A row of a quantile table: the run, then the values of the columns after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ Unit = tuple[Chunk, ...]
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
     """Ensure that the tables have a pair's sums for every sequence; return True if anything was computed.
 
-    Tokens are read once, of the steps without stored sums only. `of_run` requests quantiles over whole runs as well.
+    Only the tokens of steps without stored sums are read, once. `of_run` requests quantiles over whole runs as well.
     They are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
     """
     has_computed = not database.sums.covers(pair)
@@ -207,7 +207,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Return run -> its rows, without the run column; the rows of a run must be contiguous."""
+    """Return the rows by run, without the run column; the rows of a run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -279,7 +279,7 @@ def _without_pair(spec: Table) -> pa.Schema:
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
     """Store the sums of each sequence for a pair next to the scores, so that statistics need not read tokens.
 
-    Returns True if sums were written. They are not if they exist, or if the trace is live or read-only.
+    Returns True if sums were written. Nothing is written if they exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
@@ -333,7 +333,7 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files of sums that were superseded before. The files in use until now stay, for processes that are still
+    """Remove files of sums that had been superseded earlier. Files in use until now stay, for processes that are still
     reading them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
@@ -430,7 +430,7 @@ def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Return the exact quantiles of a run from |d| of its tokens, whose arrays are not concatenated."""
+    """Return the exact quantiles of a run from its tokens' |d|, without concatenating the arrays."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -439,7 +439,8 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, else from histograms."""
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, otherwise from
+    histograms."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)

@@ -73,8 +73,8 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to the requested steps. Return run -> its selected
-        steps, and an SQL condition for them.
+        """Limit sequences, scores, logged values and contracts to the requested steps. Return the selected steps by
+        run, and an SQL condition for them.
 
         Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
         """
@@ -167,7 +167,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return run -> its recorded steps, limited to the requested range if `steps` names one."""
+        """Return the recorded steps by run, limited to the requested range if `steps` names one."""
         within = named_range(steps)
         if within is not None:
             first, last = within

@@ -114,7 +114,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return step -> number of response tokens, in step order, for one run (all runs if `run` is None)."""
+    """Return the number of response tokens by step, in step order, for one run (all runs if `run` is None)."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step

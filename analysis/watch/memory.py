@@ -47,7 +47,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Row counts for one step. Rows are never removed or changed, so equal counts mean equal contents."""
+    """Row counts for one step. Rows are never removed or changed, so equal counts mean identical contents."""
 
     num_sequences: int
     num_prompt_tokens: int
@@ -61,7 +61,7 @@ class Extents:
     """Row counts for all recorded steps."""
 
     steps: dict[int, Extent]
-    """Step -> row counts, for steps that have sequences or scores."""
+    """Row counts by step, for steps that have sequences or scores."""
     passes: frozenset[str]
     num_metrics: int
     """Number of logged values, including hyperparameters."""
@@ -77,7 +77,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counts a trace's rows, repeatedly; sealed files never change, so each is opened only once."""
+    """Repeatedly counts a trace's rows; sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -176,7 +176,7 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Column] = []
         self._values: dict[str, dict[int, Any]] = {}
-        """Name of a series -> step -> (value, True if a NaN or an infinity was recorded)."""
+        """Series by name; each has, by step, the value and True if a NaN or an infinity was recorded."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, Any]] = {}
 

@@ -23,9 +23,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Minimum height of the screen, lines, at which sections are separated by empty lines."""
+"""Minimum height of the screen, in lines, at which sections are separated by empty lines."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Section -> number of rows to keep until no other section can be shortened."""
+"""Number of rows to keep in each section until no other section can be shortened."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -48,7 +48,7 @@ class WatchedView:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return section -> number of rows available."""
+        """Return the number of rows available in each section."""
         seen = self.seen
         return {
             "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
@@ -56,7 +56,8 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return section -> number of rows shown; a screen has one line per row, and the longest sections are cut first."""
+        """Return the number of rows shown in each section; a screen has one line per row, and the longest sections are
+        cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole

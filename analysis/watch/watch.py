@@ -31,10 +31,10 @@ _MOVING = ("k3", "reward", "grad_norm")
 """Names of the series for which changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after this many times a step's average duration, and at least `SILENT_S` seconds."""
+"""Silence is reported after this many times a step's average duration, but not before `SILENT_S` seconds."""
 SETTLED_S = 60.0
-"""Time without new data, seconds, after which a recorded command without an exit code is assumed to have ended because
-`tim-trace record` was killed."""
+"""Time without new data, in seconds, after which a recorded command without an exit code is assumed to have ended
+because `tim-trace record` was killed."""
 
 
 class Watcher:
@@ -120,7 +120,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since the last record, by file times while the run is live, else by logged times."""
+        """Return the seconds since the last record, by file times while the run is live, otherwise by logged times."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -141,7 +141,7 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing has been recorded for an unusually long time, else an empty text."""
+        """Return advice if nothing has been recorded for an unusually long time, otherwise an empty text."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):

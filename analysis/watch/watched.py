@@ -64,14 +64,14 @@ class Watched(Result):
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     age_s: float | None = None
-    """Time since data was last recorded, seconds; None if unknown."""
+    """Time since data was last recorded, in seconds; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
     """How steps_per_minute was measured."""
     steps: str = "-10:"
     """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]
-    """Name of a series -> its values by step, as returned by `read_series`; all series have the same steps."""
+    """Series by name, with their values by step, as returned by `read_series`; all have the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
     """Readings of every alarm at every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()

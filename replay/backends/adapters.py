@@ -21,7 +21,7 @@ _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str,
 
 
 class _Lora(msgspec.Struct, forbid_unknown_fields=False):
-    """The fields of peft.LoraConfig that affect a forward."""
+    """The fields of peft.LoraConfig that affect a forward pass."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
@@ -47,14 +47,14 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields for initialisation and storage, which do not affect a forward after the weights are loaded."""
+"""Fields for initialisation and storage, which do not affect a forward pass after the weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     """Add the recorded adapters to the rebuilt model, without loading their weights, and return the PEFT model.
 
-    `identity` is the recorded description of the model: `adapters` (name -> PEFT config) and `active_adapter`. Only LoRA's
-    own fields are used, so that a trace cannot make this import anything. Raises CannotReplay.
+    `identity` is the recorded description of the model: `adapters` (PEFT configs by name) and `active_adapter`. Only
+    LoRA's own fields are used, so that a trace cannot cause any import. Raises CannotReplay.
     """
     try:
         from peft import LoraConfig, get_peft_model

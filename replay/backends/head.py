@@ -63,7 +63,7 @@ class Head:
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
         """Return the log-probabilities [C], nats, of tokens `ids_C`, computed in the dtype of the logits.
 
-        Logits are overwritten unless a backward needs them.
+        Logits are overwritten unless a backward pass needs them.
         """
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)

@@ -28,7 +28,7 @@ MAX_MODULES = 200_000
 GROUP = 128
 """Number of inputs that share a scale in a quantised weight. The last group of a row may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""Format -> largest representable magnitude; fp8 is e4m3."""
+"""Largest representable magnitude by format; fp8 is e4m3."""
 
 
 def build(
@@ -90,7 +90,8 @@ def _placed(model: Any, device: str) -> Any:
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """Split the model by layer over several devices (transformers' device_map); `memory` is device -> available bytes.
+    """Split the model by layer over several devices (transformers' device_map); `memory` maps devices to available
+    bytes.
 
     Activations move between devices; each layer computes as on a single device. Raises CannotReplay.
     """

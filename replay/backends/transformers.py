@@ -38,7 +38,8 @@ class TransformersScorer(BatchScorer):
         autocast_dtype: Any = None,
         compile: bool = False,
     ):
-        """`cached_tokens` is the number of response tokens per forward through the KV cache; None means one forward."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None means a single
+        pass."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -67,7 +68,7 @@ class TransformersScorer(BatchScorer):
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # The prompt runs in one forward, then the recorded tokens run through the cache, as in sampling.
+            # The prompt runs in one forward pass, then the recorded tokens run through the cache, as in sampling.
             cache, parts = kv_cache(self._model.config, self._kv_dtype), []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(

@@ -40,7 +40,8 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As in Accelerator.prepare_model with mixed precision, the forward runs in autocast and returns float32.
+            # As in Accelerator.prepare_model with mixed precision, the forward pass runs in autocast and returns
+            # float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward

@@ -25,7 +25,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way but does not call these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for its package. Without it, transformers would fetch a kernel from the hub."""
+"""For each attention, transformers' check for its package, without which it would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Code -> reason why the recorded bits are not reproduced."""
+"""Reasons why the recorded bits are not reproduced, by code."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -180,11 +180,11 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and the code of the reason if it replaces the recorded attention, else None.
+    """Return the attention to run, and the code of the reason if it replaces the recorded attention, otherwise None.
 
     `path` is the model's class; `allowed` are hub kernels that the user allows; `is_half` means 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward over whole rows
+    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward pass over whole rows
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -225,7 +225,7 @@ def check_dtype(name: str) -> None:
 def model_class(path: str) -> Any:
     """Return transformers' language model class with this full name. Raises CannotReplay.
 
-    The name is looked up in transformers' own lists, so that a trace cannot make this import anything else.
+    The name is looked up in transformers' own lists, so that a trace cannot cause any other import.
     """
     with collector_paused():
         import transformers

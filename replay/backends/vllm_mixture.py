@@ -37,7 +37,7 @@ def is_mixture(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module of a model's mixtures, by layer."""
+    """Return a model's mixtures by module name, in the order of layers."""
     return {name: module for name, module in model.named_modules() if is_mixture(module)}
 
 

@@ -1,4 +1,5 @@
-"""Arms of a gradient: changes to forward and backward, to the logprobs in the loss's ratios, and to the correction."""
+"""Arms of a gradient: changes to the forward and backward passes, to the logprobs in the loss's ratios, and to the
+correction."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """Changes to the forward and backward and to the loss of a recorded gradient. By default, nothing changes."""
+    """Changes to the forward pass, backward pass and loss when a recorded gradient is recomputed. None by default."""
 
     logprobs: str | None = arm_option(
         "Pass to use as the denominator of the importance ratio, and instead of train in the ratio train / rollout of the "
@@ -32,8 +33,8 @@ class GradientArm(Arm):
     def __post_init__(self) -> None:
         if self.engine != HF:
             raise InvalidOption(
-                f"arm engine={self.engine}: has no backward; first run tim-trace replay RUN --engine {self.engine}, "
-                f"then use its logprobs: --arm logprobs=replay/{self._replayed}"
+                f"arm engine={self.engine}: has no backward pass; first run tim-trace replay RUN "
+                f"--engine {self.engine}, then use its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         Arm.__post_init__(self)  # dataclass(slots=True) creates a new class, which breaks zero-argument super()
         for name in self.lacking(GRADIENT):
@@ -48,7 +49,7 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the `replay` arm that makes the same changes to the forward."""
+        """Name of the `replay` arm that makes the same changes to the forward pass."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 

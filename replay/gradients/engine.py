@@ -1,4 +1,4 @@
-"""`tim-trace gradient`: run forward and backward of recorded steps again, as recorded and with changes."""
+"""`tim-trace gradient`: rerun the forward and backward passes of recorded steps, as recorded and with changes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def gradient(
 ) -> GradientReport:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    Forward and backward run with the recorded weights, loss, micro-batches and padding. The gradient as recorded comes
-    first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to forward and backward
-    as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator of the importance
-    ratio and the numerator of the correction's ratio (train, rollout, current, replay/<arm>), and `correction=RULE`
-    (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
-    sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the untruncated weights train /
-    rollout, which the other corrections approximate.
+    The forward and backward passes run with the recorded weights, loss, micro-batches and padding. The gradient as
+    recorded comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to the
+    forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the
+    denominator of the importance ratio and the numerator of the correction's ratio (train, rollout, current,
+    replay/<arm>), and `correction=RULE` (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2, sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the
+    untruncated weights train / rollout, which the other corrections approximate.
 
     If at least 4 micro-batches were recorded, the variance over micro-batches is computed. `loss` sets fields of the
     loss that the trace does not have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as

@@ -29,7 +29,7 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Row key -> two divisors of the row's loss, applied one after the other, as a trainer divides the mean of a
+"""Two divisors of each row's loss, by row key, applied one after the other, as a trainer divides the mean of a
 micro-batch by the number of micro-batches."""
 
 

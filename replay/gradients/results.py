@@ -50,7 +50,7 @@ class GradientStep:
     reproduced: bool | None
     """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
     forward_held: bool
-    """For the recorded gradient: true if the forward reproduced the recorded logprobs bit for bit."""
+    """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
     """Number of micro-batches from which bias and variance are computed; 0 if there are none."""
     whole: ModuleGradient

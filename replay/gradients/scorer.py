@@ -1,4 +1,4 @@
-"""An arm's model with a differentiable forward."""
+"""An arm's model with a differentiable forward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GradientScorer(HfScorer):
     """Computes gradients of losses on a model in its recorded mode (train or eval)."""
 
     keeps_recorded_rows = False
-    pass_of_rows = "per forward and backward"
+    pass_of_rows = "per forward and backward pass"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, in train mode and with gradient checkpointing as recorded."""
@@ -47,7 +47,7 @@ class GradientScorer(HfScorer):
 
     @property
     def has_dropout(self) -> bool:
-        """True if the forward uses dropout, which makes its results differ between runs."""
+        """True if the forward pass uses dropout, which makes its results differ between runs."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -56,14 +56,14 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters, name -> parameter; a tied parameter appears under its first name."""
+        """Trainable parameters by name; a tied parameter appears under its first name."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with each
-        forward's logprobs.
+        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with the
+        logprobs of each forward pass.
 
-        If memory runs out, later forwards have half as many rows. Raises CannotReplay.
+        If memory runs out, later forward passes have half as many rows. Raises CannotReplay.
         """
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 

@@ -152,12 +152,12 @@ class StepPasses:
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
             why.append("the routers' auxiliary loss, if the trainer added it, is not included")
         if scorer.rows_left:
-            why.append(f"memory ran out, so forwards had only {scorer.rows_left} rows")
+            why.append(f"memory ran out, so forward passes had only {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))
         why.append(
-            "the forward reproduced the recorded logprobs bit for bit"
+            "the forward pass reproduced the recorded logprobs bit for bit"
             if seen.held
-            else f"the forward's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
+            else f"the forward pass's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
         )
         return why
 

@@ -37,7 +37,7 @@ class LossRow:
     """[1] or [T] float32: one advantage per sequence, or one per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """Pass -> [T] float32 logprobs, nats; NaN where a logprob is missing."""
+    """[T] float32 logprobs by pass, nats; NaN where a logprob is missing."""
 
     @property
     def place(self) -> Place:
@@ -79,7 +79,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Micro-batch -> its rows. If micro-batches were not recorded, a single micro-batch contains all rows."""
+        """Rows by micro-batch. If micro-batches were not recorded, a single micro-batch contains all rows."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -99,7 +99,7 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    """Return a run's hyperparameters, name -> value."""
+    """Return the values of a run's hyperparameters by name."""
     rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
@@ -109,8 +109,8 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return step -> last logged value, for the first of these metrics that the trace has; empty if the trace has none
-    of these metrics."""
+    """Return the last logged value by step, for the first of these metrics that the trace has; empty if the trace has
+    none of these metrics."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -212,7 +212,8 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return sequence -> its first logprobs in a pass. Raises CannotReplay if the pass has no logprobs at all."""
+    """Return each sequence's first logprobs in a pass, by sequence. Raises CannotReplay if the pass has no logprobs at
+    all."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
@@ -236,7 +237,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return policy version -> step at which the update of this version was logged; None if unknown.
+    """Return the step at which each policy version's update was logged, by version; None if unknown.
 
     A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
     steps have no sequences. Otherwise, the trace does not show which update was logged.

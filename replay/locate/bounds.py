@@ -368,7 +368,7 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Return [2, T, I]: an expert's gate values and up values."""
+    """Return an expert's gate values and up values, [2, T, I]."""
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])

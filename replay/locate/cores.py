@@ -27,7 +27,8 @@ _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Minimum relative difference from float64 queries or keys that shows a missing norm or another order of dimensions."""
+"""Minimum relative difference from float64 queries or keys that counts as a missing norm or a different order of
+dimensions."""
 
 
 class Cores:
@@ -125,7 +126,7 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys; None if the order is the same as in
+    """Return the index [D] of each dimension in the execution's queries and keys; None if the order is the same as in
     the float64 model.
 
     Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates

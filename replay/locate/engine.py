@@ -147,7 +147,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Side whose code differs from the recorded model's code -> an execution of this code in float64."""
+        """Executions in float64 of code that differs from the recorded model's code, by side."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]

@@ -33,7 +33,8 @@ from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 Prepare = Callable[[Any], None]
 """Function that modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Function that observes one forward pass. It takes the batch, and row index -> where to record the row's values."""
+"""Function that observes one forward pass. It takes the batch, and the objects that record the rows' values, by row
+index."""
 
 
 class Execution:
@@ -108,7 +109,7 @@ class Execution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch dtype."""
+        """torch dtypes by parameter."""
         return {name: parameter.dtype for name, parameter in self.held()}
 
     @property
@@ -132,7 +133,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities of `rows`, scored in the batches of the rows `of`. Each
+        """Return [T] float64 log-probabilities of `rows` by sequence, scored in the batches of the rows `of`. Each
         batch runs in the context `around`."""
 
         @contextmanager
@@ -241,7 +242,7 @@ def _heard_exactly(
 def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
-        why = "comparing operators requires one forward per row that runs every operator"
+        why = "comparing operators requires one forward pass per row that runs every operator"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:

@@ -167,7 +167,7 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return [T] bool: True where a router's code makes the choices `ids_TS` from the logits `given_TE`.
+    """Return a [T] bool mask that is True where a router's code makes the choices `ids_TS` from the logits `given_TE`.
 
     The choice may follow in float64, in the logits' dtype, or within rounding error.
 

@@ -56,12 +56,12 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 logprobs with the giver's operators, in the batches of `of`."""
+        """Return the taker's [T] float64 logprobs by sequence, with the giver's operators, in the batches of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Make the taker's forward compute these operators with the giver's code, within the block."""
+        """Make the taker's forward pass compute these operators with the giver's code, within the block."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -116,7 +116,7 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Run the giver once, and return its attention functions and masks for a forward of the taker."""
+        """Run the giver once, and return its attention functions and masks for one of the taker's forward passes."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class VllmGiver(Graft):
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """Name in transformers -> function that runs vLLM's computation on the same inputs."""
+        """Functions that run vLLM's computation on the same inputs, by name in transformers."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts

@@ -29,7 +29,7 @@ class Arithmetic(Protocol):
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter name -> torch dtype."""
+        """torch dtypes by parameter name."""
 
     @property
     def rounds_scores(self) -> bool:
@@ -62,11 +62,11 @@ class Heard:
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
-        """Layer index -> the layer's input, in float64."""
+        """Layer inputs in float64, by layer index."""
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """(layer, kind) of an unobserved operator -> its exact output, and a function from dtype to the bound."""
+        """Exact outputs of unobserved operators, each with a function from dtype to the bound, by (layer, kind)."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Judgement:
     errors: dict[Point, Any] = field(default_factory=dict)
     """Error introduced at each point: found minus exact values, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Operator -> reason why it could not be judged."""
+    """Reasons why operators could not be judged, by operator."""
     attended: set[int | None] = field(default_factory=set)
     """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
 

@@ -25,7 +25,7 @@ def kind_of(name: str) -> str:
 
 
 def layer_modules(model: Any) -> dict[str, Any]:
-    """Return name -> module for each layer of a model."""
+    """Return a model's layers by module name."""
     return {name: module for name, module in model.named_modules() if _LAYER_ITSELF.search(name)}
 
 

@@ -85,7 +85,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 def _choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return sequence -> expert ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`.
+    """Return expert ids and weights, [T, L, S] each, by sequence, as chosen by an execution's routers for `rows`.
 
     The rows run in the batches of the step's rows `of`. `wanted` selects routers by name; other routers have the ids
     NOT_ROUTED.
@@ -129,7 +129,7 @@ def _choices(
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return sequence -> the taker's [T] float64 log-probabilities with the experts in `chosen`.
+    """Return the taker's [T] float64 log-probabilities by sequence, with the experts in `chosen`.
 
     A token for which the taker chooses the same set of experts keeps the taker's own weights and order, so that earlier
     differences are not included. Other rows in a forward pass keep the taker's own choices.

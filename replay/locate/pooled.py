@@ -12,11 +12,11 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""A side's code counts as equal to the recorded model's code if, in float64, no token's relative error exceeds this
-limit. Code that uses float32 internally stays below the limit."""
+"""A side's code counts as equivalent to the recorded model's code if, in float64, no token's relative error exceeds
+this limit. Code that uses float32 internally stays below the limit."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
-"""Minimum share of differing elements for a tensor to count as another tensor. Otherwise, it counts as modified."""
+"""A tensor counts as another tensor if at least this share of its elements differ; otherwise, it counts as modified."""
 
 Apart = tuple[float, float]
 """Two sums of squares: of the difference between the values of both executions, and of the values of execution a. NaN
@@ -24,7 +24,7 @@ if the values cannot be compared."""
 Operator = tuple[str, str]
 """Side, and name of an operator."""
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Operator -> its results, each with the sequence on which it was judged."""
+"""Results by operator, each with the sequence on which it was judged."""
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class Pooled:
 
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Operator -> its results if a side's code runs in float64, each with the sequence on which it was judged."""
+    """Results by operator if a side's code runs in float64, each with the sequence on which it was judged."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """Side -> True if the side's code and the recorded model give the same log-probabilities, both in float64."""
+    """For each side, True if its code and the recorded model give the same log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
-    """Side -> sequence -> [T] log-probabilities of the response, nats."""
+    """[T] log-probabilities of the response by side and sequence, nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
     """Same as `Located.products`. A residual stream is judged in two places; the errors of both places are added up."""
     routers: dict[str, Router] = field(default_factory=dict)

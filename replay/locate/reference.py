@@ -86,10 +86,10 @@ class Reference:
         """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
         times gradient.
 
-        This takes one forward and backward of the float64 model. `errors_of` returns the errors of some executions in a
-        window of layers. It is called from the last window to the first, and only the errors of one window are kept.
-        Each error is multiplied by its gradient as soon as the gradient exists, and then released. The values inside a
-        layer exist for one layer at a time, since layers are recomputed in the backward.
+        This takes one forward and one backward pass of the float64 model. `errors_of` returns the errors of some
+        executions in a window of layers. It is called from the last window to the first, and only the errors of one
+        window are kept. Each error is multiplied by its gradient as soon as the gradient exists, and then released. The
+        values inside a layer exist for one layer at a time, since layers are recomputed in the backward pass.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
@@ -110,7 +110,8 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within the block, layers keep only their inputs and recompute other values when the backward needs them."""
+        """Within the block, layers keep only their inputs and recompute other values when the backward pass needs
+        them."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -154,7 +155,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies each error by the gradient at the same point, as soon as the backward reaches the point."""
+    """Multiplies each error by the gradient at the same point, as soon as the backward pass reaches that point."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True during the backward. Layers recomputed then are not observed again."""
+        """True during the backward pass. Layers recomputed then are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)

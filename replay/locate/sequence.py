@@ -51,7 +51,7 @@ class Chosen:
     how: str
     """How the sequences were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Sequence -> its prompt group, or the sequence's own id if it has no group."""
+    """Prompt group of each sequence, or the sequence's own id if it has no group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -87,7 +87,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Return sequence -> mean |train - rollout|, nats; empty unless the engine's logprobs were recorded."""
+    """Return mean |train - rollout| by sequence, nats; empty unless the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
@@ -121,7 +121,7 @@ class SequenceJudge:
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
+        """Difference between both executions in each operator's inputs and in its outputs, by operator."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         """Add the sequence's findings to `pooled`, with the errors of operators selected by `is_asked`."""

@@ -42,11 +42,11 @@ class RowTaps:
     """The operator calls recorded for one row in a forward pass."""
 
     calls: dict[str, Call] = field(default_factory=dict)
-    """Operator -> the operator's call, in execution order."""
+    """Calls by operator, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer index -> the layer's input [T, H]; absent if the layer is not a module that is called."""
+    """Layer inputs [T, H] by layer index; absent if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Name of a mixture of experts -> its output [T, H]."""
+    """Outputs [T, H] of mixtures of experts, by name."""
 
     @property
     def first_position(self) -> int:
@@ -60,12 +60,13 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
-    """Return row index -> [T] indices of the row's prompt and response tokens in a forward's concatenated rows."""
+    """Return, by row index, the [T] indices of the row's prompt and response tokens in a forward pass's concatenated
+    rows."""
     return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return name -> module of a model's operators: modules that compute and contain no other module.
+    """Return a model's operators by name: modules that compute and contain no other module.
 
     A mixture's experts count as one operator, and so does a projection with its adapters. Each module named in `also`
     is an operator too, whatever it contains. These are operators of another model, which this model may compute in
@@ -98,7 +99,7 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module for each mixture of experts: the module that sums all experts, shared expert included."""
+    """Return a model's mixtures of experts by name: the module that sums all experts, shared expert included."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -295,7 +296,7 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Running operator -> row -> the operator's inputs, recorded before they can be changed in place."""
+        """Inputs of running operators by operator and row, recorded before they can be changed in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),

@@ -1,7 +1,7 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
-in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
+vLLM packs the tokens of several sequences into one forward pass, without padding. A sequence's tokens arrive in one
+pass, in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
 width.
@@ -93,7 +93,7 @@ class VllmExecution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter name in transformers -> torch dtype; the experts of a mixture are left out."""
+        """torch dtypes by parameter name in transformers; the experts of a mixture are left out."""
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
@@ -120,7 +120,7 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
+        """Return [T] float64 log-probabilities for `rows` by sequence, scored in the batches that the engine forms from
         rows `of`, and the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
@@ -169,7 +169,7 @@ class _Batch:
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Token ids -> sequences that have exactly these tokens and whose requests vLLM has not started yet."""
+        """Sequences whose requests vLLM has not started yet, by their exact token ids."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -203,7 +203,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Return vLLM module -> the operators that transformers has in place of this module.
+    """Return the operators that transformers has in place of each vLLM module, by module.
 
     Raises CannotReplay for a module that corresponds to no operator.
     """
@@ -245,7 +245,7 @@ class _EngineTaps:
         self.spans: list[Span] = []
         """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Sequence -> operator -> its calls, each with the index in the sequence of the first token in the call."""
+        """Calls by sequence and operator, each with the index in the sequence of the first token in the call."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -183,7 +183,7 @@ def test_what_is_missing_is_named_and_nothing_else(tmp_path):
             recorder.add_scores(name, batch, logprobs=[[-1.0]])
     for name, needs in (
         ("by-entropy", "the entropy"),
-        ("staleness", "the pass current"),
+        ("staleness", "the `current` pass"),
         ("divergences", "distributions"),
     ):
         with pytest.raises(NothingToCompare, match=f"query {name} needs {needs}.*; not recorded for train and rollout"):

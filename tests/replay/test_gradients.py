@@ -319,7 +319,9 @@ def test_out_of_memory_halves_the_rows_of_a_forward(loop, monkeypatch):
         return whole(self, batch)
 
     monkeypatch.setattr(TransformersScorer, "logprobs", little)
-    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows per forward and backward; continuing with 1"):
+    with pytest.warns(
+        TimTraceWarning, match="out of memory with 2 rows per forward and backward pass; continuing with 1"
+    ):
         (step,) = gradient(loop[0], steps="3").steps
     assert step.reproduced  # five digits were logged
 

@@ -413,7 +413,7 @@ def test_a_machine_that_runs_out_of_memory_goes_on_with_fewer_rows(tmp_path):
         recorder.add_scores("train", batch, logprobs=np.full((64, 96), -1.0, np.float32), forward=together)
     done = run(sys.executable, PROGRAMS / "little_memory.py", tmp_path / "run", "dtype=fp32,name=again", "400")
     assert done.code == 0, done.stderr
-    assert "arm again: out of memory with 64 rows per forward; continuing with 32" in done.stderr
+    assert "arm again: out of memory with 64 rows per forward pass; continuing with 32" in done.stderr
     (identity, again) = (line.split()[1:] for line in done.stdout.splitlines())
     assert identity[0] == again[0] == str(64 * 96)
     assert float(again[1]) == pytest.approx(float(identity[1]), abs=1e-5)
@@ -451,7 +451,7 @@ def test_where_the_recording_does_not_fit_into_memory_other_arms_run(trace, monk
 
 def test_a_bound_of_tokens_is_not_lowered_by_itself():
     scorer, recorded = scarce(3, batch_tokens=4096)
-    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows per forward; use batch_tokens=2048"):
+    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows per forward pass; use batch_tokens=2048"):
         scorer.score(recorded)
 
 

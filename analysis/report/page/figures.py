@@ -33,17 +33,17 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""CSS variable of the page -> placeholder colour in figures, which the page replaces before drawing."""
+"""Placeholder colours in figures, by the CSS variable of the page that replaces them before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Width reserved left of each plot frame, pixels, so that stacked figures align."""
+"""Width reserved to the left of each plot frame, in pixels, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 """JavaScript called when the reader hovers over a step, and when they click on one."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
 """Dash patterns for secondary lines, so that lines do not differ by colour alone."""
 _LABELS = 22
-"""Height of the step labels below the last stacked figure, pixels."""
+"""Height of the step labels below the last stacked figure, in pixels."""
 _NEAR_ONE = 1e-5
 """If the ticks of an axis differ from 1 by less than this, each is labelled with its distance from 1, which is shorter."""
 _DISTANCE = (

@@ -87,7 +87,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, True if secondary) for each line in the stacked figures, in the order in which colours are assigned."""
+    """Return the name of each line in the stacked figures, and whether it is secondary, in the order of their colours."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -139,7 +139,7 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return HTML for a word with a note that opens by mouse or keyboard."""
+    """Return HTML for a word with a note that mouse or keyboard can open."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )

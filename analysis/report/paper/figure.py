@@ -30,9 +30,9 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Name of a width -> (width of a single figure, width of the run's overview), inches: one column and the full text width."""
+"""Widths by name, in inches: that of a single figure (one column), and that of the run's overview (the full text width)."""
 DPI, SMALL = 200, 6.5
-"""Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
+"""Resolution, in dots per inch, and font size of tick labels and legends, in points (other text is set in 8 points)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
@@ -94,7 +94,8 @@ def dash(place: int, *, is_side: bool = False) -> Any:
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis that has limits with plain numbers; a logarithmic one at powers of ten if it spans enough of them."""
+    """Label an axis with plain numbers if it has limits; a logarithmic one at powers of ten if it spans enough of
+    them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -181,7 +182,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines (coloured by their index in `places`), bands and marks; return the legend as name -> artist."""
+    """Draw lines (coloured by their index in `places`), bands and marks; return the legend's artists by name."""
     # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")

@@ -22,7 +22,7 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""File format -> metadata to write, without dates, so that files are reproducible."""
+"""Metadata to write, by file format; it has no dates, so that files are reproducible."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
@@ -129,7 +129,7 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Class of a chart -> (columns of the CSV file, function that yields the rows)."""
+"""Columns of the CSV file, and function that yields its rows, by class of the chart."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:

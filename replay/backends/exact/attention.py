@@ -20,7 +20,7 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length, in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Device -> maximum number of attention scores in memory at a time, at least one query's. This many fit into a CPU's
+"""Maximum number of attention scores in memory at a time, by device; at least one query's. This many fit into a CPU's
 cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
 
 

@@ -35,7 +35,8 @@ class ExactScorer(BatchScorer):
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` is the number of response tokens per forward through the KV cache; None means one forward."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None means a single
+        pass."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
@@ -80,7 +81,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def key(self) -> LoadKey:
-        """Key of the model that the arm needs; arms with equal keys share a model."""
+        """Key of the model that the arm needs; arms with the same key share a model."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     @property

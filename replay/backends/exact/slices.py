@@ -1,9 +1,9 @@
 """Exact products and sums, whose results do not depend on the order of summation.
 
-A vector is cut into slices of few bits, stored as integers in float64. Products of such integers, and all their partial
-sums, are integers below 2**53, which float64 represents exactly: a BLAS may add them in any order, with any number of
-threads, on any device, and gets the same bits. The few sums of slices are then added in a fixed order. This is the
-error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
+A vector is cut into slices of a few bits, stored as integers in float64. Products of such integers, and all their
+partial sums, are integers below 2**53, which float64 represents exactly: a BLAS may add them in any order, with any
+number of threads, on any device, and gets the same bits. The few sums of slices are then added in a fixed order. This
+is the error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
 
 A vector's scale is a power of two derived from that vector alone (a token's activations, a row of a weight, a key), so
 a token's result does not depend on its neighbours in the batch.
