@@ -399,19 +399,23 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         return None
 
     def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the [N] ratios between advantages and `given`, relative to the usual one, and the share that is usual."""
+        """Return the [N] ratios between advantages and `given`, relative to the usual one of their step, and the share that is
+        usual."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
-        relative = ratio / np.nanmedian(ratio) if np.nanmedian(ratio) else ratio * np.nan
+        relative, sign = np.full(len(a), np.nan), np.sign(np.nansum(np.sign(ratio))) or 1.0
+        for _, part in _parts(at):
+            if (known := np.abs(ratio[part][np.isfinite(ratio[part])])).size and np.median(known):
+                relative[part] = ratio[part] / np.median(known) * sign
         return relative, float(np.mean(np.abs(relative[asked] - 1) < 0.02))
 
+    if any(scale_of(given)[1] > 0.97 for given in scales.values()):
+        return None
     for given in scales.values():
         relative, usual = scale_of(given)
         other = asked & (np.abs(relative - 1) >= 0.02)
         factor = float(np.nanmedian(relative[other])) if other.any() else 1.0
         fits = np.abs(relative[other] / factor - 1) < 0.02
-        # A factor that changes for whole steps is told with its first step.
-        within = (mean_of(at, other * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[other]
-        if usual > 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and 0.05 < np.median(within) < 0.95:
+        if usual > 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and abs(factor - 1) > 0.1:
             rule = "the wrong sign" if abs(factor + 1) < 0.02 else f"{factor:.3g} times the usual scale"
             return "advantages_mixed", other, {"rule": rule, "num": int(other.sum())}
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
@@ -831,7 +835,9 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
             abs(weight - declared.get(name, weight)) > 0.01
             for weight, name in zip(weights[used], np.array(names)[used], strict=True)
         ]
-        explanation = " + ".join(f"{round(float(weight), 3):g} {name}" for weight, name in zip(weights, names, strict=True))
+        explanation = " + ".join(
+            f"{round(float(weight), 3):g} {name}" for weight, name in zip(weights, names, strict=True)
+        )
         if any(off) or (not declared and np.ptp(weights[used]) > 0.01):
             yield run.finding(
                 "rewards_weighted", everywhere, at, _BY_STEP, {"explanation": explanation}, notice=not any(off)
@@ -876,8 +882,11 @@ def _recorded_text(run: _Run) -> Iterator[DataFinding]:
             continue
         token = ids[counts.argmax()]
         everywhere = sample.tokens == token
-        if counts.max() >= max(8, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum():
-            affected = np.isin(np.arange(len(at)), sample.seq[there & everywhere])
+        affected = np.isin(np.arange(len(at)), sample.seq[there & everywhere])
+        last = np.unique(sample.tokens[sample.starts[1:][affected] - 1], return_counts=True)[1]
+        # A token that always precedes the end token is followed by one id, what comes after the end by several.
+        is_end = counts.max() >= max(8, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum()
+        if is_end and last.max() < 0.5 * last.sum():
             numbers = {"num": int(counts.max()), "of": int(rows.sum()), "token": int(token), "distance": distance}
             yield run.finding("tokens_after_end", affected, at, _BY_ROW, numbers)
             return
