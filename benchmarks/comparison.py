@@ -1,4 +1,4 @@
-"""Measurements taken in turn, and their ratio."""
+"""Alternating measurements and their ratio."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One figure a round, with the bound that the project sets itself."""
+    """One figure per round, with the bound that the project aims for."""
 
     what: str
     values: list[float]
@@ -30,16 +30,15 @@ class Comparison:
 
 
 def seconds(function, clock=time.perf_counter):
-    """Seconds of one call, of the wall or of another clock."""
+    """Return the seconds that a call takes, by the wall clock or another one."""
     start = clock()
     function()
     return clock() - start
 
 
 def in_turn(rounds, *, clock=time.perf_counter, before=lambda: None, **functions):
-    """Seconds of each function in each round, called in turn: name -> [rounds]. The order turns round every round.
-
-    `before` is called before each of them, outside of its seconds.
+    """Return the seconds of each function in each round, by name; the functions are called in turn. The order is
+    reversed every round. `before` is called before each function and not timed.
     """
     taken = {name: [] for name in functions}
     for number in range(rounds):

@@ -1,19 +1,20 @@
-"""How often the intervals that tim-trace prints hold the truth, on made-up runs whose truth is known.
+"""Measure how often tim-trace's intervals contain the true value, on simulated runs for which it is known.
 
 python benchmarks/coverage.py              # every cell, 200 runs each: about 10 minutes on one core
 python benchmarks/coverage.py --quick      # a few cells, 50 runs each: about a minute
-python benchmarks/coverage.py --json FILE  # every cell's counts, too
+python benchmarks/coverage.py --json FILE  # also write every cell's counts
 
-A cell is a number of sequences in groups of some size, a correlation within a group, and tails. A run of a cell is drawn
-and handed to the functions that `gate`, `triangulate`, `objective` and `diagnose` print their intervals by; the truth is the
-number of 200,000 sequences. `lowest` is where an interval of nominally 95 % held the truth least often, `mean` is over cells,
-`none` how often there was no interval; cells where fewer than a tenth of the runs have one are passed over. A quantile above
-the largest value of the run counts as neither: the text says that the interval ends there.
+A cell is a number of sequences, a group size, a correlation within groups, and tails. Each simulated run of a cell goes
+through the functions that compute the intervals of `gate`, `triangulate`, `objective` and `diagnose`; the true value is
+that of 200,000 sequences. `lowest` is the cell with the lowest coverage of the nominal 95% interval, `mean` the mean
+over cells, and `none` the share of runs without an interval; cells in which fewer than a tenth of the runs have one are
+left out. A true quantile above the largest value of the run counts as neither hit nor miss, because the output says
+that the interval ends there.
 
-`dynamics`, `attribute` and `watch` say of a series over steps when it changed or how fast it grows. Their cells are a number of
-steps and the autocorrelation of the series' scatter; runs in which nothing was found count under `none`.
+`dynamics`, `attribute` and `watch` report when a series changed or how fast it grows. Their cells are a number of steps
+and the autocorrelation of the series' noise; runs in which no change was found count under `none`.
 
-The exit code is 1 where 90 % are missed by more than chance; where the text names a level, that one is.
+The exit code is 1 if coverage is below 90%, or below the level printed beside a number, by more than chance.
 """
 
 import argparse
@@ -46,33 +47,33 @@ NOMINAL, WANTED = 0.95, 0.90
 RUNS, QUICK_RUNS = 200, 50
 
 SIZES = ((8, 1), (32, 1), (32, 4), (128, 1), (128, 8), (128, 16), (512, 1), (512, 4), (512, 16))
-"""(sequences, of which so many are a group); of fewer than MIN_GROUPS groups there is no interval to measure."""
+"""(number of sequences, group size). Fewer than MIN_GROUPS groups have no interval to measure."""
 QUICK_SIZES = ((8, 1), (32, 4), (128, 8))
 
 CORRELATIONS = (0.0, 0.3, 0.8)
-"""Of what two sequences of a group have in common."""
+"""Correlations between two sequences of a group."""
 
 SCALE, SHIFT = 0.05, 0.3
-"""Of the errors of logits: their size, and the standard deviation of their mean in sizes, over sequences."""
+"""Size of the logit errors, and the standard deviation of their mean over sequences, in units of that size."""
 
 SPREAD = {"normal": 0.5, "heavy": 0.5, "scales": 1.0}
-"""Tails -> standard deviation of the logarithm of the size over sequences."""
+"""Standard deviation over sequences of the logarithm of the error size, by tails."""
 
 TRUTH_SEQUENCES = 200_000
 
 JACKKNIFED = ("k1", "k3", "mean_abs_d", "prob_pearson", "ess_token", "chi2_token")
-"""What frameworks' numbers are made of, given to the jackknife that `gate` takes these through."""
+"""Components of the frameworks' numbers, for which `gate` uses a jackknife."""
 
 STEPS = (24, 60, 120)
 EVERY = 5
-"""Steps between two evaluations."""
+"""Number of steps between two evaluations."""
 QUICK_STEPS = (60,)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8)
-"""Of a series' scatter from one step to the next."""
+"""Autocorrelations of a series' noise from one step to the next."""
 
 JUMP, RAMP, DECAY, GROWTH = (4.0, 8.0), (6.0, 12.0), (0.05, 0.15), 0.01
-"""Sizes of changes in standard deviations of the scatter, of which a ramp reaches all at the last step; time constants of an
-exponential drop, as shares of the run; slope of ln k3."""
+"""Sizes of jumps and ramps, in standard deviations of the noise (a ramp reaches its size at the last step); time
+constants of an exponential drop, as fractions of the run; slope of ln k3."""
 
 LOSS = Loss()
 KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
@@ -80,14 +81,14 @@ KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Runs that are drawn alike."""
+    """A setting from which runs are drawn."""
 
     num_sequences: int
     group_size: int
     correlation: float
     tails: str
-    """`normal`, `heavy`: errors of logits have Student's distribution with 3 degrees of freedom, or `scales`: normal errors
-    whose size differs more between sequences and groups."""
+    """`normal`; `heavy`: logit errors have a Student's t distribution with 3 degrees of freedom; or `scales`: normal
+    errors whose size varies more between sequences and groups."""
 
     @property
     def name(self):
@@ -96,7 +97,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesCell:
-    """Series over the steps of a run that are drawn alike."""
+    """A setting from which series over the steps of a run are drawn."""
 
     num_steps: int
     autocorrelation: float
@@ -108,20 +109,21 @@ class SeriesCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Tokens of sequences of 16 to 48 tokens, one after the other."""
+    """The concatenated tokens of sequences of 16 to 48 tokens each."""
 
     unit_N: np.ndarray
     lengths_N: np.ndarray
     logprobs: dict[str, np.ndarray]
-    """Pass -> [T]: `exact`, the `train`er's and the engine's (`rollout`) errors on it, `replay` as the trainer without half of
-    its error, `current` some updates later."""
+    """[T] logprobs by pass: `exact`; `train` and `rollout` with the trainer's and the engine's errors; `replay` with
+    half of the trainer's error; `current` some updates later."""
     advantage_N: np.ndarray
 
 
 def draw_run(draw, cell):
-    """Two tokens to choose from, of which the engine samples one: d = train - rollout has mean exp(d) = 1, as it is in a run.
+    """Draw a run in which the engine samples one of two tokens, so that d = train - rollout has mean exp(d) = 1, as in
+    a real run.
 
-    Sizes and means of the errors differ between sequences, and are correlated within a group.
+    The size and mean of the errors differ between sequences and are correlated within groups.
     """
     num_groups = cell.num_sequences // cell.group_size
     lengths_N = draw.integers(16, 49, cell.num_sequences)
@@ -152,7 +154,7 @@ def draw_run(draw, cell):
 
 
 class Numbers:
-    """The numbers of a run, and the intervals that are printed of them."""
+    """The numbers of a run and their intervals, as the commands print them."""
 
     def __init__(self, run):
         self.run = run
@@ -185,12 +187,12 @@ class Numbers:
         )  # fmt: skip
 
     def own(self):
-        """The numbers of `stats` that follow from sums."""
+        """Return the numbers of `stats` that follow from sums."""
         totals = {name: values.sum() for name, values in self.columns.values.items()}
         return {name: float(formula(totals)) for name, formula in FROM_SUMS.items()}
 
     def values(self):
-        """Every number: (command, name) -> value."""
+        """Return every number by (command, name)."""
         found = {("gate", name): value for name, value in self.own().items()}
         found |= {("gate", name): float(np.quantile(np.abs(self.d_T), p)) for name, p in QUANTILES.items()}
         found |= {("gate, framework", name): found["gate", name] for name in JACKKNIFED}
@@ -203,7 +205,7 @@ class Numbers:
         return found | {("objective", name): float(value) for name, value in values_of(figures, totals).items()}
 
     def intervals(self):
-        """Every interval: (command, name) -> (low, high), None where there is none; and whose end is named as the largest."""
+        """Return every interval or None by (command, name), and the keys of those that end at the largest value."""
         values, named = self.values(), set()
         own = {name: values["gate", name] for name in FROM_SUMS}
         found = {("gate", each.metric): each.interval for each in resampled(self.columns, own, NOMINAL)}
@@ -230,7 +232,7 @@ class Numbers:
         }, named
 
     def _without(self, name):
-        """[P] the number without each part of the groups."""
+        """Return the [P] values of a number, each without one part of the groups."""
         part_N = parts_of(self.run.unit_N)
         return np.array(
             [
@@ -241,7 +243,7 @@ class Numbers:
 
 
 def scatter(draw, cell):
-    """A first-order autoregression of variance 1."""
+    """Draw a first-order autoregressive series with variance 1."""
     noise = draw.normal(size=cell.num_steps + 100)
     for place in range(1, len(noise)):
         noise[place] += cell.autocorrelation * noise[place - 1]
@@ -249,12 +251,13 @@ def scatter(draw, cell):
 
 
 def _ramp(steps, first, size):
-    """0 until a step, then straight up to `size` at the last one."""
+    """Return a series that is 0 before a step, then rises linearly to `size` at the last one."""
     return size * np.maximum(steps - first + 1, 0) / (steps[-1] - first + 1)
 
 
 def series_intervals(draw, cell):
-    """(command, name) -> (low, high) and the truth, each of a series of its own; None for the ends where none was found."""
+    """Return (low, high) and the true value by (command, name), each from its own series; None instead of (low, high)
+    if no change was found."""
     n = cell.num_steps
     steps, first = np.arange(1, n + 1), int(draw.integers(n // 4, 3 * n // 4)) + 1
     rarely, at = EVERY * steps, EVERY * first - int(draw.integers(EVERY))  # somewhere between two evaluations
@@ -281,7 +284,7 @@ def series_intervals(draw, cell):
         nearest = min(changes, key=lambda change: abs(change.step - truth), default=None)
         found["dynamics", name] = (nearest.low, nearest.high) if nearest else None, truth
         fall = find_fall(Outcome(name="reward", steps=steps_of, values=values, is_evaluation=False))
-        # A fall is said to begin at the last step that it leaves alone, or at the first that it moves.
+        # A drop may be reported to begin at the last step before it or at the first step of it.
         found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), truth
     k3 = np.exp(-8 + GROWTH * steps + 0.3 * scatter(draw, cell))
     for each in growths(Series(name="k3", steps=steps, values=k3, scale="log", kind="mismatch")):
@@ -290,7 +293,7 @@ def series_intervals(draw, cell):
 
 
 def measure_series(cell, num_runs, seed):
-    """(command, name) -> Count of a cell of series."""
+    """Return the Count of each (command, name) for a cell of series."""
     found = defaultdict(Count)
     for number in range(num_runs):
         for key, (ends, truth) in series_intervals(np.random.default_rng([seed, number]), cell).items():
@@ -306,13 +309,13 @@ def measure_series(cell, num_runs, seed):
 
 @dataclass(kw_only=True)
 class Count:
-    """What became of one number's intervals in a cell."""
+    """Outcomes of one number's intervals in a cell."""
 
     held: int = 0
     missed: int = 0
     none: int = 0
     named: int = 0
-    """Ends at the largest value, as the text says, and missed the truth."""
+    """Number of intervals that miss the true value but end at the run's largest value, as the output says."""
 
     @property
     def coverage(self):
@@ -320,12 +323,12 @@ class Count:
 
     @property
     def is_printed(self):
-        """Whether a tenth of the runs have an interval; of fewer, what holds is chance."""
+        """Return True if more than a tenth of the runs have an interval; with fewer, coverage is too noisy."""
         return self.held + self.missed > (self.none + self.named) / 9
 
 
 def measure(cell, truth, num_runs, seed):
-    """(command, name) -> Count of a cell."""
+    """Return the Count of each (command, name) for a cell."""
     found = defaultdict(Count)
     for number in range(num_runs):
         run = draw_run(np.random.default_rng([seed, number]), cell)
@@ -344,14 +347,14 @@ def measure(cell, truth, num_runs, seed):
 
 
 def cells(sizes, tails):
-    """Every cell of the sizes; a group of one sequence has no correlation."""
+    """Yield every cell for the given sizes; groups of one sequence have no correlation."""
     for num_sequences, group_size in sizes:
         for correlation in CORRELATIONS if group_size > 1 else (0.0,):
             yield Cell(num_sequences=num_sequences, group_size=group_size, correlation=correlation, tails=tails)
 
 
 def promised(key):
-    """In what share of the runs an interval is to hold: 90 %, or what is printed beside it of runs that few tokens carry."""
+    """Return the required coverage: 90%, or the level printed beside the number for runs that few tokens dominate."""
     command, name = key
     if command == "gate, framework":
         return min(TAILS.values())
@@ -361,13 +364,13 @@ def promised(key):
 
 
 def falls_short(count, share):
-    """Whether so few held the truth by less than one chance in twenty, had they held it in this share."""
+    """Return True if coverage this low has a probability below 1 in 20, given the required share."""
     printed = count.held + count.missed
     return count.coverage < share - 1.64 * np.sqrt(share * (1 - share) / printed)
 
 
 def report(counts):
-    """One line a number: where it held least often, for each kind of tails; returns the cells that fall short."""
+    """Print one line per number with its lowest coverage for each kind of tails; return the cells that fall short."""
     short = []
     print(f"{'':38}{'normal tails':^36}{'heavy tails':^36}{'sizes that differ':^36}")
     print(f"{'interval':38}" + f"{'lowest':>8}{'mean':>7}{'none':>7}  {'in':12}" * len(SPREAD))
@@ -392,7 +395,7 @@ def report(counts):
 
 
 def report_series(counts):
-    """The same of series: one line a number; returns the cells that fall short."""
+    """Print one line per number for the series; return the cells that fall short."""
     short = []
     print(f"\n{'interval of a series':38}{'lowest':>8}{'mean':>7}{'none':>7}  in")
     for key in sorted({key for found in counts.values() for key in found}):
@@ -412,8 +415,8 @@ def report_series(counts):
 
 
 def measure_groups(quick, num_runs, start):
-    """Cell -> (command, name) -> Count. Seeds are 0 of normal tails, 1 of heavy ones and 3 of sizes that differ, with the
-    number of the run."""
+    """Return Counts by cell and (command, name). The seed is 0 for normal tails, 1 for heavy ones and 3 for sizes that
+    differ, combined with the run's number."""
     counts = {}
     for seed, tails in zip((0, 1, 3), SPREAD, strict=True):
         alone = Cell(num_sequences=TRUTH_SEQUENCES, group_size=1, correlation=0.0, tails=tails)
@@ -425,7 +428,7 @@ def measure_groups(quick, num_runs, start):
 
 
 def measure_all_series(quick, num_runs, start):
-    """Cell -> (command, name) -> Count. The seed is 2, with the number of the run."""
+    """Return Counts by cell and (command, name). The seed is 2, combined with the run's number."""
     counts = {}
     for num_steps in QUICK_STEPS if quick else STEPS:
         for autocorrelation in AUTOCORRELATIONS:
@@ -438,9 +441,9 @@ def measure_all_series(quick, num_runs, start):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cells, fewer runs")
-    parser.add_argument("--runs", type=int, metavar="N", help=f"runs of each cell (default: {RUNS})")
+    parser.add_argument("--runs", type=int, metavar="N", help=f"runs per cell (default: {RUNS})")
     parser.add_argument(
-        "--only", choices=("groups", "series"), help="measure intervals over groups, or of series, alone"
+        "--only", choices=("groups", "series"), help="measure only intervals over groups, or only those of series"
     )
     parser.add_argument("--json", metavar="FILE", help="write every cell's counts")
     options = parser.parse_args()
@@ -450,11 +453,9 @@ def main():
     if counts:
         short += report(counts)
         print(
-            f"\n{num_runs} runs a cell; no interval of fewer than {MIN_GROUPS} groups; the jackknife is over {PARTS} parts."
+            f"\n{num_runs} runs per cell; no interval below {MIN_GROUPS} groups; the jackknife is over {PARTS} parts."
         )
-        print(
-            f"largest values ({', '.join(LARGEST)}) have an interval that ends at the value, as is printed beside it."
-        )
+        print(f"largest values ({', '.join(LARGEST)}) have an interval that ends at the value, as the output says.")
     of_series = {} if options.only == "groups" else measure_all_series(options.quick, num_runs, start)
     if of_series:
         short += report_series(of_series)

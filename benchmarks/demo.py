@@ -1,4 +1,4 @@
-"""The example with and without recording."""
+"""The GRPO example with and without recording."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from comparison import Comparison, in_turn, ratios
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo_addition.py"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""As `make demo` runs it: threads that wait for each other would count as work."""
+"""Environment of `make demo`: otherwise threads that wait for each other would count as work."""
 ROUNDS = 5
 
 
 def compare():
-    """The whole GRPO example (200 steps, vLLM rollouts), recorded and bare."""
+    """Compare the whole GRPO example (200 steps, vLLM rollouts), recorded and unrecorded."""
     shares, own, training, cpu = [], [], {"recorded": [], "bare": []}, {"recorded": [], "bare": []}
 
     def counted(name, run):
@@ -34,7 +34,7 @@ def compare():
             bare=lambda: counted("bare", lambda: _run(folder, sys.executable, EXAMPLE)),
         )
     yield Comparison(
-        what="share of the wall time that recording takes from the training thread", values=shares, at_most=0.03
+        what="share of the wall time that recording takes on the training thread", values=shares, at_most=0.03
     )
     yield Comparison(
         what="time of trainer.train() over that of the bare run",
@@ -45,19 +45,19 @@ def compare():
         what="CPU time of all processes over that of the bare run", values=ratios(cpu["recorded"], cpu["bare"])
     )
     yield Comparison(
-        what="CPU time that hooks and writing threads say they took, over the CPU time of the bare run",
+        what="CPU time reported by hooks and writer threads, over the CPU time of the bare run",
         values=ratios(own, cpu["bare"]),
     )
 
 
 def _cpu_s():
-    """Seconds of CPU time of all processes that were started and have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _recorded(folder, shares, own):
-    """Run recorded; notes the seconds counted in the hooks over the wall seconds of the command, and the recorder's CPU seconds."""
+    """Run recorded, and note the hooks' seconds over the command's wall seconds, and the recorder's CPU seconds."""
     record = (sys.executable, "-m", "tim_trace", "record", "-o", "trace", "--force", "--", sys.executable, EXAMPLE)
     start = time.perf_counter()
     train_s = _run(folder, *record)
@@ -69,6 +69,6 @@ def _recorded(folder, shares, own):
 
 
 def _run(folder, *command):
-    """Run the example and return the seconds that its training took, as the trainer logs them."""
+    """Run the example and return the seconds of its training, as logged by the trainer."""
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True, text=True)
     return float(re.search(r"'train_runtime': '([\d.]+)'", done.stdout)[1])

@@ -1,4 +1,4 @@
-"""Files and functions of the product that a verb enters, on every thread.
+"""List the product's files and functions that a command enters, on all threads.
 
 python benchmarks/entered.py TRACE [VERB ...]
 """
@@ -16,7 +16,7 @@ ROOMS = tuple(f"{PRODUCT}/{room}/" for room in ("schemas", "tracer", "replay", "
 
 
 def entered(verb):
-    """Code objects of the product that a call of `verb` runs; what imports run is left out."""
+    """Return the product's code objects that a call of `verb` runs, except those run by imports."""
     codes = set()
 
     def note(frame, event, _):
@@ -35,7 +35,7 @@ def entered(verb):
 
 
 def _is_of_import(frame):
-    """True if the import of a product module runs the frame, such as the body of a class or a decorator."""
+    """Return True if the frame runs as part of importing a product module, such as a class body or a decorator."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(ROOMS):
             return True

@@ -1,4 +1,4 @@
-"""Measure what a GPU gives: copies, digests, dtypes, attention kernels, the exact engine, locate, vLLM, and speed.
+"""Measure on a GPU: copies, digests, dtypes, attention kernels, the exact engine, locate, vLLM, and speed.
 
     python benchmarks/gpu.py                     # every part on the GPU; `make bench-gpu` does this
     python benchmarks/gpu.py --quick             # small shapes and few arms, within eight minutes; also on a CPU
@@ -45,9 +45,9 @@ SIZES = {
     },
 }  # fmt: skip
 SHAPES = {"tiny": (8, 16, 24), "0.1b": (16, 64, 128), "0.6b": (64, 128, 384)}
-"""Sequences, prompt and response tokens of step 1."""
+"""Number of sequences, prompt tokens and response tokens of step 1."""
 SMALL = {"tiny": (4, 8), "0.1b": (4, 32), "0.6b": (4, 64)}
-"""Sequences and response tokens of step 2, on which slow arms run; its prompts are as long."""
+"""Number of sequences and response tokens of step 2, on which slow arms run; its prompts have the same length."""
 ROWS = 8
 
 ARMS = {
@@ -59,7 +59,7 @@ ARMS = {
     "engine=exact,dtype=bf16,batch-size=1,mode=decode": "2",
     **dict.fromkeys(("engine=vllm,dtype=bf16", "engine=vllm,dtype=bf16,mode=decode"), "2"),
 }
-"""Arm -> the step on which it runs."""
+"""The step on which each arm runs."""
 QUICK_ARMS = (
     "dtype=fp32", "dtype=bf16", "dtype=fp16", "dtype=bf16,attention=eager", "dtype=bf16,attention=math",
     "dtype=bf16,attention=flash", "dtype=bf16,batch-size=1", "dtype=bf16,padding=packed", "engine=exact,dtype=bf16",
@@ -73,7 +73,7 @@ ENGINES = {
     "batch invariant, batches of 64": {"invariant": True},
     "batch invariant, one sequence at a time": {"invariant": True, "max_num_seqs": 1},
 }
-"""Settings with which vLLM samples greedily: sequences diverge only where bits do."""
+"""Settings under which vLLM samples greedily, so that sequences diverge only if bits differ."""
 
 BATCH, TOKENS, ROUNDS, REPEATS = 64, 512, 12, 9
 RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
@@ -93,17 +93,17 @@ and the next run continues:
 
 
 class OutOfTime(BaseException):
-    """The time limit has passed; no handler of `Exception` takes it for a failed row."""
+    """The time limit has passed. Handlers of `Exception` do not mistake it for a failed row."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--model", choices=tuple(SIZES), help="default: 0.6b, with --quick 0.1b, on a CPU tiny")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
+    parser.add_argument("--model", choices=tuple(SIZES), help="default: 0.6b; 0.1b with --quick; tiny on a CPU")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of the part `replay` (default: all)")
     parser.add_argument("--quick", action="store_true", help="few arms and small shapes; --limit 450 unless given")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after this time and name what was not run")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after this time and list what was not run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, one per measured row")
     parser.add_argument(
         "-o", "--output", type=Path, help=f"the page (default: {PAGE.name}, beside the results with --quick)"
@@ -115,7 +115,7 @@ def main():
         return
     arguments.device = arguments.device or ("cuda" if _has_cuda() else "cpu")
     if arguments.device == "cpu" and not arguments.quick and arguments.model is None:
-        parser.error("no CUDA device here; --quick measures small shapes on a CPU")
+        parser.error("no CUDA device found; --quick measures small shapes on a CPU")
     arguments.model = arguments.model or (
         "tiny" if arguments.device == "cpu" else "0.1b" if arguments.quick else "0.6b"
     )
@@ -127,7 +127,7 @@ def main():
 
 
 def _run(arguments, room):
-    """Measure the rows that the results file lacks, until the limit."""
+    """Measure the rows missing from the results file, until the limit."""
     results, machine = _read(arguments.results), _machine(arguments)
     done = {(row["part"], row["row"]) for row in results if row["machine"] == machine}
     wanted = [
@@ -147,12 +147,12 @@ def _run(arguments, room):
             row = {"cells": measure()}
         except OutOfTime:
             break
-        except Exception as error:  # a kernel that is not there is a result
+        except Exception as error:  # a missing kernel is a result
             row = {"why": _line(error)}
         row = {"machine": machine, "part": part, "row": name, "seconds": time.perf_counter() - start} | row
         results.append(row)
         wanted.pop(0)
-        with suppress(OutOfTime):  # raised within the write, the next row sees it
+        with suppress(OutOfTime):  # if it was raised during the write, the next row sees it
             _append(arguments.results, row)
             arguments.output.write_text(_page(results, wanted), encoding="utf-8")
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -161,7 +161,7 @@ def _run(arguments, room):
 
 
 def _stop(*_):
-    signal.setitimer(signal.ITIMER_REAL, 1)  # once more, should something swallow this one
+    signal.setitimer(signal.ITIMER_REAL, 1)  # again, in case something swallows this one
     raise OutOfTime
 
 
@@ -178,9 +178,9 @@ def _append(path, row):
 
 
 def _page(results, wanted):
-    """The page of all results, by machine and part."""
+    """Return the page of all results, by machine and part."""
     parts = [
-        "# On a GPU\n\nMeasurements on a GPU; `make bench-gpu` measures and writes this page.\n",
+        "# On a GPU\n\nThis page shows measurements on a GPU; `make bench-gpu` repeats them and writes it.\n",
         WITHOUT_NETWORK,
     ]
     for machine in dict.fromkeys(row["machine"] for row in results):
@@ -193,7 +193,7 @@ def _page(results, wanted):
                 lead = "\n".join(line.strip() for line in lead.strip().splitlines())
                 parts.append(f"## {title.rstrip('.')}\n\n{lead}\n\n{_table(measured)}")
     if wanted:
-        parts.append("Not run, for want of time: " + ", ".join(f"{part} `{name}`" for part, name, _ in wanted) + ".\n")
+        parts.append("Not run, for lack of time: " + ", ".join(f"{part} `{name}`" for part, name, _ in wanted) + ".\n")
     return "\n".join(parts)
 
 
@@ -249,7 +249,7 @@ def _model(size):
 
 
 def _sequences(size):
-    """Token ids of the sequences of both steps."""
+    """Return the token ids of both steps' sequences."""
     vocab, prompt = SIZES[size]["vocab_size"], SHAPES[size][1]
     shapes = ((SHAPES[size][0], SHAPES[size][2]), SMALL[size])
     return [
@@ -260,7 +260,7 @@ def _sequences(size):
 
 @cache
 def _trace(size, room, device):
-    """A trace of the model and its two steps, scored on the device by a bare loop."""
+    """Record a trace of the model and its two steps, scored on the device by a bare loop."""
     steps, prompt = _sequences(size), SHAPES[size][1]
     logprobs = [_scores(_model(size).to(device), sequences, prompt) for sequences in steps]
     record_steps(room / "run", _model(size).to("cpu"), steps, prompt, ROWS, logprobs)
@@ -268,7 +268,7 @@ def _trace(size, room, device):
 
 
 def _scores(model, sequences, prompt):
-    """Logprobs of the responses as a trainer takes them: forward, the chosen logit less logsumexp in float32."""
+    """Return the responses' logprobs as in a trainer: a forward, then the chosen logit minus logsumexp in float32."""
     import torch
 
     found = []
@@ -292,22 +292,22 @@ def _recording(arguments, room):
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),
         (
-            "a training step, its tokens, metrics and optimizer recorded, over one without",
+            "a training step with tokens, metrics and optimizer recorded, over one without recording",
             partial(_step, arguments, room, "tokens"),
         ),
-        ("the same, with all weights kept at each step", partial(_step, arguments, room, "weights")),
-        ("the calls for its tokens in the thread that trains, ns a token", partial(_step, arguments, room, "calls")),
+        ("the same, with all weights recorded at each step", partial(_step, arguments, room, "weights")),
+        ("the calls for its tokens on the training thread, ns per token", partial(_step, arguments, room, "calls")),
         (
-            "values overwritten right after the call: tokens that were recorded changed",
+            "values overwritten right after the call: recorded tokens that changed",
             partial(_overwritten, arguments, room),
         ),
         ("digests of the model, ms", partial(_digests, arguments)),
         (
-            "add_weights of the model, first two versions, ms in the thread that trains",
+            "add_weights of the model, first two versions, ms on the training thread",
             partial(_weights, arguments, room, slice(2)),
         ),
         (
-            "add_weights of the model, later versions, ms in the thread that trains",
+            "add_weights of the model, later versions, ms on the training thread",
             partial(_weights, arguments, room, slice(2, None)),
         ),
         ("add_optimizer of the model, ms", partial(_optimizer, arguments, room)),
@@ -316,7 +316,7 @@ def _recording(arguments, room):
 
 @cache
 def _trained(size, device, room):
-    """Seconds of steps alone, with tokens recorded, with weights too; and of the calls for tokens, ns a token."""
+    """Return seconds of steps alone, with tokens and with weights recorded; and ns per token of the token calls."""
     import torch
     from tim_trace.tracer.recorder import Recorder
 
@@ -340,7 +340,7 @@ def _trained(size, device, room):
         logprobs_BT = train()
         start = time.perf_counter()
         taken = record(logprobs_BT) if record else None
-        logprobs_BT.sum().item()  # waits, as the logging of a loss does
+        logprobs_BT.sum().item()  # waits for the device, as logging a loss does
         return taken or time.perf_counter() - start
 
     steps = iter(range(1, 1000))
@@ -395,7 +395,7 @@ def _overwritten(arguments, room):
 
 
 def _repeated(device, function):
-    """Milliseconds of five calls after one more, each with all that the device still had to do."""
+    """Return the milliseconds of five calls after a warm-up, each including the device's remaining work."""
     import torch
 
     def call():
@@ -419,7 +419,7 @@ def _taken_by_weights(size, device, room):
     import torch
     from tim_trace.tracer.recorder import Recorder
 
-    # A copy, because it changes: the other parts measure the model as it was drawn.
+    # A copy, because training changes it and the other parts measure the initial model.
     state = copy.deepcopy(_model(size)).to(device).state_dict()
     taken = []
     with Recorder(room / "weights") as recorder:
@@ -455,12 +455,12 @@ def _optimizer(arguments, room):
 def _replay(arguments, room):
     """Arms of a replay.
 
-    d is the difference from fp64 on the same device, in nats; *equal* the share of tokens that match the arm `dtype=bf16` bit for
+    d is the difference from fp64 on the same device, in nats; *equal* is the share of tokens that match the arm `dtype=bf16` bit for
     bit. The first row compares with a bare loop, whose logsumexp runs over the whole batch at once. Seconds include loading and
     writing. Decode, compile, the exact engine and vLLM run on four short sequences.
     """
     return [
-        ("as recorded, against the bare loop", partial(_identity, arguments, room)),
+        ("as recorded, compared with the bare loop", partial(_identity, arguments, room)),
         *((arm, partial(_arm, arguments, room, arm)) for arm in arguments.arms),
     ]
 
@@ -537,20 +537,20 @@ def _located(arguments, room, arm, against):
 def _throughput(arguments, room):
     """Tokens per second.
 
-    Prompt and response tokens of one pass over nine steps like step 1; for the bare loop the median of three passes over one step.
-    *loading left out* subtracts a replay of one step.
+    Prompt and response tokens of one pass over nine steps like step 1; for the bare loop, the median of three passes over one step.
+    *without loading* subtracts a replay of one step.
     """
     return [
         ("transformers, a bare loop in bf16", partial(_bare, arguments)),
         ("replay as recorded", partial(_replay_speed, arguments, room, 0)),
-        ("replay as recorded, loading left out", partial(_replay_speed, arguments, room, 1)),
+        ("replay as recorded, without loading", partial(_replay_speed, arguments, room, 1)),
         ("vLLM, prompt_logprobs", partial(_vllm_speed, arguments, room)),
     ]
 
 
 def _speed(size, seconds, steps=1):
     count, prompt, response = SHAPES[size]
-    return {"tokens a second": f"{steps * count * (prompt + response) / seconds:,.0f}", "s": f"{seconds:.2f}"}
+    return {"tokens per second": f"{steps * count * (prompt + response) / seconds:,.0f}", "s": f"{seconds:.2f}"}
 
 
 def _bare(arguments):
@@ -571,7 +571,7 @@ def _replay_speed(arguments, room, left_out):
 
 @cache
 def _replay_seconds(size, device, room):
-    """Seconds of a replay of all steps, and of one."""
+    """Return the seconds of a replay of all steps, and of one."""
     from tim_trace.replay.engine import replay
 
     prompt, (sequences, _) = SHAPES[size][1], _sequences(size)
@@ -608,7 +608,7 @@ def _engine(arguments, room, options, first):
 
 
 def _engine_run(arguments, room, options):
-    """Return what an engine gives in a process of its own. Raises RuntimeError with the last line that it wrote."""
+    """Return an engine's output from its own process. Raises RuntimeError with the last line that it wrote."""
     from tim_trace.analysis.weights import export
 
     folder = room / "model"
@@ -628,7 +628,7 @@ def _engine_run(arguments, room, options):
 
 
 def _sample(folder, options):
-    """In a process of its own: let vLLM sample, or score, and write what it gives."""
+    """Let vLLM sample or score in its own process, and write its output."""
     from vllm import LLM, SamplingParams
 
     given = json.loads(options)

@@ -1,4 +1,4 @@
-"""Gradients of recorded steps next to a bare forward and backward of the same batches."""
+"""Compare gradients of recorded steps with a bare forward and backward of the same batches."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ ROUNDS = 5
 
 
 def compare():
-    """Seconds of the gradients of two steps of four micro-batches and 8,192 tokens each on a small Qwen3, and of the loop that it stands for."""
+    """Time gradients of two steps with four micro-batches and 8,192 tokens each on a small Qwen3, and a bare loop."""
     model = small_model(**SIZES).train()
     steps = [_step(seed) for seed in range(NUM_STEPS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +37,7 @@ def compare():
         at_most=1.1,
     )
     yield Comparison(
-        what="the same of a step of one forward, without micro-batches",
+        what="the same for a step with a single forward, without micro-batches",
         values=ratios(taken["alone"], taken["bare_one"]),
         at_most=1.1,
     )
@@ -50,7 +50,7 @@ def _step(seed):
 
 
 def _record(trace, model, steps, rows):
-    """Record steps of token sequences with advantages, `rows` in a micro-batch."""
+    """Record steps of token sequences with advantages, `rows` per micro-batch."""
     with Recorder(trace) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": model.config.to_dict()})

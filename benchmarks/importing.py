@@ -1,4 +1,4 @@
-"""Importing dumps, against the reader of their format alone."""
+"""Compare imports of dumps with the bare reader of each format."""
 
 import ctypes
 import gc
@@ -26,17 +26,18 @@ import dumps  # what each framework writes
 
 NUM_SAMPLES, LONGEST, ROUNDS = 512, 1000, 5
 COPIED = ("verl", "skyrl", "parquet")
-"""Formats whose readers do little more than copy memory."""
+"""Formats whose readers mostly copy memory."""
 MORE_STEPS = 8
-"""Steps of a larger dump of these, of which what does not depend on the size is a smaller part."""
+"""Steps of a larger dump of these formats, in which fixed costs are a smaller share."""
 
 
 def compare():
-    """A step of 512 sequences of 20 to 1,000 tokens, as each framework dumps it: speed over torch.load, json or pyarrow, CPU time of all threads.
+    """Compare import speed, in CPU time of all threads, with torch.load, json or pyarrow, on each framework's dump of a
+    step.
 
-    JSON is read by json, as frameworks do, by pyarrow and by msgspec, all of it by each. The floor is the reader (of JSON msgspec),
-    bare pyarrow that writes the same columns with the same codec, and one hash of what it wrote: nothing of ours. An import of two
-    sequences is what every import takes.
+    The step has 512 sequences of 20 to 1,000 tokens. JSON is read completely by json (as frameworks do), pyarrow and
+    msgspec. The floor uses none of our code: the reader (msgspec for JSON), bare pyarrow that writes the same columns
+    with the same codec, and one hash of the output. An import of two sequences shows the fixed cost of an import.
     """
     step = make_samples()
     yield Comparison(what="response tokens of a step", values=[sum(len(sample.response) for sample in step)])
@@ -69,7 +70,7 @@ def compare():
                 for number, table in enumerate(tables):
                     _write_bare(table, Path(folder, f"{number}.parquet"))
 
-            gc.freeze()  # what the benchmark loaded, torch among it, is walked for none of them
+            gc.freeze()  # the collector does not traverse objects loaded by the benchmark, such as torch's
             taken = in_turn(
                 ROUNDS, clock=_both_clocks, before=_give_memory_back, **readers, imported=imported, bare=write_bare
             )
@@ -85,16 +86,16 @@ def compare():
             floor = [reader + bare for reader, bare in zip(fastest, cpu["bare"], strict=True)]
             yield Comparison(what=f"{what}, over the floor", values=ratios(floor, cpu["imported"]))
             rates = [num_tokens / seconds / 1e6 for seconds in cpu["imported"]]
-            yield Comparison(what=f"{what}, million response tokens a second of CPU time", values=rates)
+            yield Comparison(what=f"{what}, million response tokens per CPU second", values=rates)
 
 
 def _both_clocks():
-    """Seconds of CPU time of all threads, and of the wall."""
+    """Return the CPU seconds of all threads, and the wall seconds."""
     return np.array([time.process_time(), time.perf_counter()])
 
 
 def _give_memory_back():
-    """Free memory goes back to the system: else a copy takes a part of its time where one of its size came before it."""
+    """Return free memory to the system: otherwise a copy is faster if one of the same size came before."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -143,7 +144,7 @@ def make_samples(num_samples=NUM_SAMPLES, seed=0):
 
 
 def _formats():
-    """Format -> what writes a dump, and what reads a file of it."""
+    """Return, by format, the function that writes a dump and the one that reads one of its files."""
     return {
         "verl": (lambda folder, steps: dumps.write_verl(folder, steps, method="tensors"), _read_verl),
         "slime": (dumps.WRITERS["slime"], _read_torch),
@@ -208,7 +209,7 @@ def _read_arrow(path):
 
 @dataclass
 class DataProto:
-    """What a pickle of verl's batch becomes."""
+    """The class that a pickle of verl's batch becomes."""
 
     state: tuple = ()
 
@@ -248,4 +249,4 @@ ALONE, MSGSPEC, ARROW = "json or its own", "msgspec", "pyarrow's JSON reader"
 OTHERS = {
     _read_json: {ARROW: _read_arrow, MSGSPEC: _read_msgspec},
 }
-"""Reader of JSON by json -> others for the same files, by name."""
+"""Alternatives to each json reader for the same files, by name."""

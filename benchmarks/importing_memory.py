@@ -1,12 +1,13 @@
-"""Memory of an import, by the size of its dump: whether it streams, and what a second import of the grown dump takes.
+"""Measure the memory of an import by dump size: whether it streams, and what importing the grown dump again takes.
 
 python benchmarks/importing_memory.py                        # dumps of 1 and 4 GB of each format
-python benchmarks/importing_memory.py slime --gigabytes 1 8  # of one format, and other sizes
+python benchmarks/importing_memory.py slime --gigabytes 1 8  # one format, other sizes
 python benchmarks/importing_memory.py verl --gigabytes 50    # the trace takes 12 GB
 
-A dump has steps of 256 sequences, each in files of its own. It lies in the folder for temporary files (TMPDIR) while it is
-measured and takes little there: its files are hard links to those of four steps. Imports run in a process that may have 2 GB of
-data (RLIMIT_DATA). After the first one the dump grows by three steps and is imported again, which has to add these alone.
+A dump has steps of 256 sequences, each step in its own files. It is stored in the folder for temporary files (TMPDIR)
+and takes little space, because its files are hard links to those of four steps. Imports run in a process limited to 2
+GB of data (RLIMIT_DATA). After the first import, the dump grows by three steps and is imported again, which must add
+only these steps.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def main():
         return
     formats = arguments.formats or list(FORMATS)
     if unknown := set(formats) - set(FORMATS):
-        parser.error(f"no format {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
+        parser.error(f"unknown format {', '.join(sorted(unknown))}; choose from {', '.join(FORMATS)}")
     for name in formats:
         for gigabytes in arguments.gigabytes:
             _measure(name, gigabytes)
@@ -62,7 +63,7 @@ def _measure(name, gigabytes):
         second = _imported(name, dump, output)
         assert second["num_sequences"] == ROWS * MORE_STEPS, second
         print(
-            f"{name}, the same and {MORE_STEPS} steps more, {second['num_sequences']} sequences: {_told(second)}",
+            f"{name}, the same with {MORE_STEPS} more steps, {second['num_sequences']} sequences: {_told(second)}",
             flush=True,
         )
 
@@ -75,8 +76,8 @@ def _told(run):
 
 
 def _make(name, folder):
-    """The files of some steps, one folder a step; the bytes of a step, of the mean."""
-    from importing import dumps, make_samples  # which load torch, and the import does without
+    """Write the files of some steps, one folder per step, and return the mean bytes per step."""
+    from importing import dumps, make_samples  # these load torch, which the import does not need
 
     for number in range(MADE_STEPS):
         (folder / str(number)).mkdir(parents=True)
@@ -85,7 +86,7 @@ def _make(name, folder):
 
 
 def _link(made, dump, steps):
-    """The files of more steps of a dump, each a link to that of a step that was made."""
+    """Link files for further steps of a dump to those of the steps already written."""
     for step in steps:
         one = made / str(step % MADE_STEPS)
         for path in [path for path in one.rglob("*") if path.is_file()]:
@@ -98,7 +99,7 @@ def _link(made, dump, steps):
 
 
 def _of_step(path, step):
-    """The path of a file of step 0, of another step."""
+    """Return another step's path for a file of step 0."""
     names = {"0": f"{step}", "0.pt": f"{step}.pt", "step_0": f"step_{step}"}
     return Path(*(names.get(part, part) for part in path.parts))
 
@@ -128,7 +129,7 @@ def _import(name, dump, output):
 
 @contextmanager
 def _progress(what, total):
-    """A line on stderr for every tenth of the work."""
+    """Print a line on stderr for every tenth of the work."""
     done, begun = 0, time.monotonic()
 
     def advance(units):

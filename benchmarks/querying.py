@@ -1,4 +1,4 @@
-"""`stats` next to a query written by hand."""
+"""Compare `stats` with a hand-written query."""
 
 import shutil
 import tempfile
@@ -51,7 +51,7 @@ SELECT * FROM of_tokens JOIN of_sequences USING (step) ORDER BY step
 
 
 def compare():
-    """`stats --by step` over 20 million tokens, and the same aggregates in DuckDB SQL written by hand."""
+    """Time `stats --by step` on 20 million tokens, and the same aggregates in hand-written DuckDB SQL."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace")
         with Recorder(trace) as recorder:
@@ -63,13 +63,13 @@ def compare():
             from_tokens=lambda: _from_tokens(trace),
             from_sums=lambda: stats(trace, by="step"),
         )
-    over = "time over that of the query by hand,"
+    over = "time over that of the hand-written query,"
     yield Comparison(what=f"{over} reading tokens", values=ratios(taken["from_tokens"], taken["by_hand"]), at_most=1.5)
     yield Comparison(what=f"{over} from the sums", values=ratios(taken["from_sums"], taken["by_hand"]), at_most=0.1)
 
 
 def by_hand(trace):
-    """Rows of the query over the trace's files."""
+    """Return the query's rows over the trace's files."""
     connection = duckdb.connect()
     for name in ("sequences", "scores"):
         connection.execute(f"CREATE VIEW {name} AS FROM '{trace}/{name}/*.parquet'")

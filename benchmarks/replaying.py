@@ -1,4 +1,4 @@
-"""Replay next to a bare loop over the same model and batches."""
+"""Compare a replay with a bare loop over the same model and batches."""
 
 import shutil
 import tempfile
@@ -16,7 +16,7 @@ ROUNDS = 5
 
 
 def compare():
-    """Tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of the loop that it stands for."""
+    """Measure tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of a bare loop."""
     import torch
 
     model, steps = small_model(), [_step(seed) for seed in range(NUM_STEPS)]
@@ -30,7 +30,7 @@ def compare():
             bare=lambda: _loop(torch, model, steps),
         )
     yield Comparison(
-        what="throughput over that of the bare loop, reading and writing the trace included",
+        what="throughput over that of the bare loop, including reading and writing the trace",
         values=ratios(taken["bare"], taken["replayed"]),
         at_least=0.95,
     )
@@ -56,7 +56,7 @@ def _step(seed):
 def record_steps(trace, model, steps, prompt, rows, logprobs=None):
     """Record steps of token sequences, scored `rows` at a time in their order, padded on the right.
 
-    `logprobs` has an array for each sequence of each step; -1 otherwise.
+    `logprobs` has an array for each sequence of each step; without it, every logprob is -1.
     """
     with Recorder(trace) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -76,7 +76,7 @@ def record_steps(trace, model, steps, prompt, rows, logprobs=None):
 
 
 def forward_of(responses, rows):
-    """How sequences go through a model, `rows` at a time, padded on the right."""
+    """Return how sequences go through a model: `rows` at a time, padded on the right."""
     number = np.arange(len(responses))
     lengths = np.array([len(ids) for ids in responses])
     widths = np.array([lengths[start : start + rows].max() for start in range(0, len(lengths), rows)])
@@ -90,7 +90,7 @@ def forward_of(responses, rows):
 
 
 def copy_of(trace, number):
-    """A copy of the trace as it is now."""
+    """Return a copy of the trace in its current state."""
     return shutil.copytree(trace, trace.with_name(f"copy-{number}"))
 
 

@@ -1,4 +1,4 @@
-"""`report` next to a bare DuckDB pass over both logprob columns, and its page in a browser."""
+"""Compare `report` with a bare DuckDB pass over both logprob columns, and measure its page in a browser."""
 
 import shutil
 import tempfile
@@ -24,11 +24,11 @@ OBSERVE = """
     new PerformanceObserver((list) => frames_.push(...list.getEntries().map((entry) => entry.duration)))
         .observe({type: "long-animation-frame", buffered: true});
 """
-"""What the browser itself notes: how long it took from an input to the next frame, and frames of 50 ms and more."""
+"""Script that collects the browser's own entries: time from an input to the next frame, and frames of 50 ms or more."""
 
 
 def compare():
-    """A report of 100 million tokens, without sums that the trace keeps and with them; its file, and how it opens."""
+    """Measure a report of 100 million tokens, without and with stored sums: time, file size, and how it opens."""
     with tempfile.TemporaryDirectory() as folder:
         trace, summed, page = Path(folder, "trace"), Path(folder, "summed"), Path(folder, "report.html")
         with Recorder(trace) as recorder:
@@ -58,7 +58,7 @@ def compare():
 
 
 def _opened(page):
-    """What the browser's own performance entries say of opening the page, of inputs and of scrolling."""
+    """Measure opening the page, inputs and scrolling by the browser's own performance entries."""
     chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     if chromium is None:
         return
@@ -85,7 +85,7 @@ def _opened(page):
 
 
 def _use(shown):
-    """Click steps in a figure, move the slider, open sequences, change colours, as a reader does."""
+    """Click steps in a figure, move the slider, open sequences and change colours, as a reader would."""
     for left in (300, 500, 700, 900):
         shown.locator("#f-k3 .plot").click(position={"x": left, "y": 40})
         shown.wait_for_timeout(400)
@@ -105,7 +105,7 @@ def _use(shown):
 
 
 def _scroll(shown):
-    """Milliseconds of the longest frame of a scroll through the page; 50 where none took as long, which is not noted."""
+    """Return the longest frame while scrolling the page, in ms; 50 if none was as long, as those go unreported."""
     shown.evaluate("frames_.length = 0; window.scrollTo(0, 0)")
     for _ in range(40):
         shown.mouse.wheel(0, 200)

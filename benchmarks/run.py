@@ -48,7 +48,7 @@ BENCHMARKS = {
     "startup": startup.compare,
     "demo": demo.compare,
 }
-"""Name -> a function that measures and gives comparisons, each as soon as it is known."""
+"""By name, functions that measure and yield each comparison as soon as it is known."""
 
 
 def main():
@@ -56,7 +56,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
     names = parser.parse_args().names or list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
-        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        sys.exit(f"unknown benchmark {', '.join(sorted(unknown))}; choose from {', '.join(BENCHMARKS)}")
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}")
     for name in names:
         print(f"\n{name}: {BENCHMARKS[name].__doc__.splitlines()[0]}", flush=True)

@@ -1,4 +1,4 @@
-"""Ways to score a step: replay as recorded, by tokens, packed, by vLLM; a bare loop, and vLLM's bare prompt_logprobs."""
+"""Compare ways to score a step: replays as recorded, by tokens, packed, by vLLM; a bare loop; bare prompt_logprobs."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ ROUNDS = 3
 
 
 def compare():
-    """Tokens a second of CPU time over those of a bare padded loop, two groups of eight responses of a small Qwen3 in one step."""
+    """Measure tokens per CPU second over a bare padded loop's, on two groups of eight responses with a small Qwen3."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -54,7 +54,7 @@ def _of_shape(model, shape, lengths):
     yield Comparison(
         what=f"{shape}: the bare loop",
         values=[number / seconds for seconds in taken["bare loop"]],
-        unit=" tokens a second of CPU time",
+        unit=" tokens per CPU second",
     )
     for name in ways:
         if name != "bare loop":
@@ -66,7 +66,7 @@ def _of_shape(model, shape, lengths):
 
 
 def _recorded(trace, model, prompt, shortest, longest):
-    """One step of groups in a random order, as a trainer that shuffles has them."""
+    """Record one step of groups in random order, as in a trainer that shuffles."""
     draw = np.random.default_rng(0)
     prompts = draw.integers(0, VOCAB, (GROUPS, prompt))
     order = draw.permutation(GROUPS * SIZE)
@@ -87,14 +87,14 @@ def _recorded(trace, model, prompt, shortest, longest):
 
 
 def _scoring(run, rows, changes):
-    """What scores the rows under an arm, with the model loaded."""
+    """Return a function that scores the rows under an arm, with the model loaded."""
     scorer = scorer_of(run, Arm(**changes), run.train_contract(rows[0].contract), "cpu")
     loaded = LoadedModel(run.weights)
     return lambda: loaded.score(scorer, rows, unheard)
 
 
 def _bare_vllm(folder, model, rows):
-    """vLLM in float32 with its own defaults, asked for the logprobs of all prompts and responses at once."""
+    """Return a call of vLLM, in float32 with its own defaults, that scores all prompts and responses at once."""
     from vllm import LLM, SamplingParams
 
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Time until the command line answers."""
+"""Measure the startup time of the command line."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ IMPORTED = "import sys; from tim_trace import cli; print('torch' in sys.modules)
 
 
 def compare():
-    """`tim-trace --help` in a new process, next to a bare interpreter."""
+    """Time `tim-trace --help` in a new process, and a bare interpreter."""
     taken = in_turn(
         10,
         help=lambda: _run("-m", "tim_trace", "--help"),

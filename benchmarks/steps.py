@@ -1,4 +1,4 @@
-"""Steps of made-up training: what a loop would give the recorder."""
+"""Simulated training steps, as a loop would pass them to the recorder."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """[B, T] arrays, padded on the right, as a trainer holds them; `mask` is true where there is a token."""
+    """[B, T] arrays, padded on the right, as in a trainer; `mask` is true for tokens."""
 
     mask: np.ndarray
     ids: np.ndarray
@@ -22,14 +22,14 @@ class Step:
 
     @cached_property
     def tensors(self):
-        """The same memory as torch CPU tensors."""
+        """Return CPU tensors that share the arrays' memory."""
         import torch
 
         return {name: torch.from_numpy(getattr(self, name)) for name in ("mask", "ids", "rollout", "train", "current")}
 
 
 def make_step(seed, *, num_sequences=1000, longest=1800):
-    """About a million tokens by default: lengths between a ninth of the longest and the longest."""
+    """Return a step of about a million tokens by default, with lengths from a ninth of the longest to the longest."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(longest // 9, longest, num_sequences)
     mask = np.arange(longest) < lengths[:, None]
@@ -41,7 +41,7 @@ def make_step(seed, *, num_sequences=1000, longest=1800):
 
 
 def record(recorder, number, step, arrays=None, **more):
-    """Give one step to a recorder; `more` is of its sequences."""
+    """Record one step; `more` has further columns of its sequences."""
     arrays = arrays or step.__dict__
     batch = recorder.add_sequences(
         step=number, response_ids=arrays["ids"], response_attention_mask=arrays["mask"], **more

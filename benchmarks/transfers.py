@@ -1,4 +1,4 @@
-"""Transferring weights to an engine of this process, with and without an account of them."""
+"""Measure weight transfers to an engine in this process, with and without digests."""
 
 import tempfile
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ ROUNDS = 5
 
 
 def compare():
-    """0.5 GB of float32 weights given to an engine that holds them as bfloat16, tensor by tensor."""
+    """Time the transfer of 0.5 GB of float32 weights, tensor by tensor, to an engine that stores them as bfloat16."""
     import torch
 
     trained = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
@@ -35,7 +35,7 @@ def compare():
 
         _transfer(trained, model)
         for _ in range(4):
-            accounted()  # what the engine holds is read after 1, 2 and 4 versions
+            accounted()  # the engine's weights are read after 1, 2 and 4 versions
         taken = in_turn(ROUNDS, bare=lambda: _unheard(trained, model), accounted=accounted)
         assert account.is_on
         session.close()

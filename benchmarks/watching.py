@@ -1,4 +1,4 @@
-"""Looks of `watch` at a run that is being recorded, next to a bare DuckDB pass over both logprob columns."""
+"""Compare views of `watch` on a run being recorded with a bare DuckDB pass over both logprob columns."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ ROUNDS = 5
 
 
 def compare():
-    """The first look at 10 million tokens, one when nothing is new, and one with a step of 50,000 tokens more."""
+    """Time the first view of 10 million tokens, one when nothing is new, and one after a new step of 50,000 tokens."""
     taken = {"bare": [], "first": [], "same": [], "step": []}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace")

@@ -1,4 +1,4 @@
-"""Keeping the weights of each version and rebuilding them."""
+"""Measure storing and rebuilding the weights of each version."""
 
 import statistics
 import tempfile
@@ -14,12 +14,12 @@ NUM_ELEMENTS = 100_000_000
 NUM_BYTES = 2 * NUM_ELEMENTS
 NUM_VERSIONS = 200
 WARMING_UP = 20
-"""Versions after which AdamW's moments are those of many gradients."""
+"""Number of versions after which AdamW's moments average many gradients."""
 REBUILT = 12
 
 
 def compare():
-    """100 million bfloat16 weights of scale 0.02 under AdamW at lr 1e-6, over 200 versions, with random gradients."""
+    """Measure 200 versions of 100 million bfloat16 weights (scale 0.02), with AdamW at lr 1e-6 and random gradients."""
     import torch
 
     torch.manual_seed(0)
@@ -43,10 +43,10 @@ def compare():
                 NUM_BYTES / writing[part.version] / 1e6 for part in kept if part.is_keyframe == (kind == "keyframe")
             ]
             yield Comparison(
-                what=f"writing a {kind}, beside the training", values=rates, unit=" MB/s", at_least=at_least
+                what=f"writing a {kind}, alongside training", values=rates, unit=" MB/s", at_least=at_least
             )
         shares = [took / update for took, update in zip(waiting, updating, strict=True)]
-        yield Comparison(what="time of the training's thread, over that of AdamW's update", values=shares)
+        yield Comparison(what="time on the training thread, over that of AdamW's update", values=shares)
         keyframe = statistics.mean(part.num_bytes for part in kept if part.is_keyframe)
         yield Comparison(what="bytes of a keyframe over those in memory", values=[keyframe / NUM_BYTES])
         last = [part for part in kept if part.version >= WARMING_UP]
@@ -57,7 +57,7 @@ def compare():
             sum(part.num_bytes for part in last) / len(last) / keyframe,
         ]
         yield Comparison(
-            what="bytes of a version, keyframes among them, over those of a keyframe", values=every, at_most=0.03
+            what="bytes of a version, including keyframes, over those of a keyframe", values=every, at_most=0.03
         )
         yield from _rebuilding(folder, kept)
 
@@ -78,14 +78,14 @@ def _rebuilding(folder, kept):
     rates = [NUM_BYTES / took / 1e6 for took in plain]
     yield Comparison(what="rebuilding a keyframe, hashes compared", values=rates, unit=" MB/s", at_least=300)
     yield Comparison(
-        what="rebuilding one of the versions that are farthest from their keyframe, over the time to read a keyframe",
+        what="rebuilding a version that is farthest from its keyframe, over the time to read a keyframe",
         values=[far_away / near for far_away, near in zip(rebuilt, plain, strict=True)], at_most=2,
     )  # fmt: skip
     yield Comparison(what="rebuilding the next version", values=following, unit=" MB/s", at_least=300)
 
 
 def _distance(kept, part):
-    """Elements that the rows from the keyframe to a version change, estimated by their bytes."""
+    """Estimate, from their bytes, the number of elements changed by the rows from the keyframe to a version."""
     by_row = {other.row: other for other in kept if other.segment == part.segment}
     distance = 0
     while not part.is_keyframe:

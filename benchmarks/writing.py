@@ -1,4 +1,4 @@
-"""Recording next to bare Parquet and JSON lines of the same content."""
+"""Compare recording with bare Parquet and JSON lines of the same content."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ NUM_STEPS = 16
 
 
 def compare():
-    """16 million tokens (ids and three float32 columns) recorded, and the recorder's share of the training thread."""
+    """Measure recording 16 million tokens (ids, three float32 columns), and its share of the training thread."""
     steps = [make_step(number % 4) for number in range(NUM_STEPS)]
     tables = [_table(step) for step in steps]
     with tempfile.TemporaryDirectory() as folder:
@@ -45,16 +45,16 @@ def compare():
     for longest in (180, 1800):
         step = make_step(0, longest=longest)
         yield Comparison(
-            what=f"time in the training thread, CPU tensors, {step.num_tokens:,} tokens a batch",
+            what=f"time on the training thread, CPU tensors, {step.num_tokens:,} tokens per batch",
             values=[_caller_ns(step) for _ in range(5)],
-            unit=" ns a token",
+            unit=" ns per token",
             at_most=50,
         )
     small = _small_batch()
     for form, arrays in small.items():
         for call, values in _small_ns(arrays).items():
             yield Comparison(
-                what=f"{call} of 64 x 100 tokens, {form}: time in the training thread", values=values, unit=" ns a token",
+                what=f"{call} of 64 x 100 tokens, {form}: training-thread time", values=values, unit=" ns per token",
                 at_most=None if form == "lists" else 50,
             )  # fmt: skip
 
@@ -66,7 +66,7 @@ def _record(steps, folder):
 
 
 def _small_batch():
-    """Form -> ids and logprobs of 64 sequences of 100 tokens."""
+    """Return ids and logprobs of 64 sequences of 100 tokens, by form."""
     import torch
 
     draw = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def _small_batch():
 
 
 def _small_ns(arrays, rounds=5, num_steps=100):
-    """Call -> [rounds] nanoseconds a token that it takes; what was queued is written before the next call."""
+    """Return nanoseconds per token by call and round; queued data is written before the next call."""
     ids, logprobs = arrays
     found = {"add_sequences": [], "add_scores": []}
     for _ in range(rounds):
@@ -104,7 +104,7 @@ def _small_ns(arrays, rounds=5, num_steps=100):
 
 
 def _table(step):
-    """The step as Arrow lists, ready to be written."""
+    """Return the step as Arrow lists, ready to write."""
     offsets = pa.array([0, *step.mask.sum(1).cumsum()], pa.int32())
     return pa.table(
         {name: pa.ListArray.from_arrays(offsets, pa.array(getattr(step, name)[step.mask])) for name in COLUMNS}
@@ -124,7 +124,7 @@ def _write_bare(table, path):
 
 
 def _write_lines(steps, path):
-    """One JSON object a sequence, as trainers dump their generations."""
+    """Write one JSON object per sequence, as trainers dump their generations."""
     with path.open("w") as file:
         for number, step in enumerate(steps, 1):
             for row, mask in enumerate(step.mask):
@@ -133,7 +133,7 @@ def _write_lines(steps, path):
 
 
 def _caller_ns(step, num_steps=5):
-    """Nanoseconds a token that the caller spends, not counting what it waits for a full queue."""
+    """Return the caller's nanoseconds per token, excluding time spent waiting for a full queue."""
     spent, tensors = 0.0, step.tensors
     with tempfile.TemporaryDirectory() as folder, Recorder(folder + "/trace") as recorder:
         for number in range(1, num_steps + 1):

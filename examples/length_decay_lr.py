@@ -1,9 +1,9 @@
-"""The length-decay schedule of arXiv 2602.01826 as a torch scheduler: copy it beside your training.
+"""The length-decay schedule of arXiv 2602.01826 as a torch scheduler; copy the file next to your training script.
 
     scheduler = LengthDecayLR(optimizer)
     scheduler.step(mean_response_length)  # after optimizer.step()
 
-Once responses surge it halves the learning rate every 1.8 surge steps, down to a tenth.
+Once response lengths surge, it halves the learning rate every 1.8 * (surge step) steps, down to a tenth.
 """
 
 from collections import deque
@@ -13,13 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LengthDecayLR(LRScheduler):
-    """Multiply the rates that are there, so that the schedule composes with others and with groups of different rates.
+    """Scale the current learning rates, so that the schedule composes with others and with parameter groups.
 
     With L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap), responses surge
     at the first t at which L / base is at least `kappa` in `above` of the last `of` steps. From there on, every
     round(`stretch` * surge step) steps, the rate is multiplied by `factor`, down to `floor` of what it would have been.
 
-    Where a trainer calls `step()` itself, give the length to `observe` before.
+    If a trainer calls `step()` itself, pass the length to `observe` first.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class LengthDecayLR(LRScheduler):
 
     @property
     def decay_period(self):
-        """Steps from one decay to the next; None before a surge."""
+        """Number of steps between two decays; None before a surge."""
         return None if self.surge_step is None else max(1, round(self.stretch * self.surge_step))
 
     def observe(self, mean_response_length):
-        """Keep the length of the batch, in tokens, for the next `step()`."""
+        """Store the batch's mean response length, in tokens, for the next `step()`."""
         self._length = float(mean_response_length)
 
     def step(self, mean_response_length=None):
-        """End an update. Without a length, given here or observed, it was one without responses."""
+        """Finish an update. If no length was passed here or to `observe`, the update had no responses."""
         self.num_steps += 1
         self._detect(self._length if mean_response_length is None else float(mean_response_length))
         before = self.scale
@@ -75,16 +75,16 @@ class LengthDecayLR(LRScheduler):
         self._lengths.append(length)
 
     def get_lr(self):
-        """Return the rate of each group, times what this update changes."""
+        """Return each group's learning rate, scaled by this update's factor."""
         return [group["lr"] * self._ratio for group in self.optimizer.param_groups]
 
     def state_dict(self):
-        """Return the state as plain values, which torch.load reads with weights_only; the rates are the optimizer's."""
+        """Return the state as plain values, which torch.load can read with weights_only, without the learning rates."""
         state = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
         return state | {"_lengths": list(self._lengths), "_over": list(self._over)}
 
     def load_state_dict(self, state_dict):
-        """Go on where another one stopped, with its settings."""
+        """Continue from another scheduler's state, with its settings."""
         vars(self).update(state_dict)
         self._lengths = deque(self._lengths, maxlen=self.window + self.gap)
         self._over = deque(self._over, maxlen=self.of)

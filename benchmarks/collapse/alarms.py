@@ -1,9 +1,9 @@
-"""Which alarm sounds before a run falls, how long before, and how often for nothing.
+"""Measure which alerts fire before a run collapses, how early, and how often they fire without a collapse.
 
 python benchmarks/collapse/alarms.py runs/collapse/heldout [--json FILE]
 
-For each rule: the share of the falls before which it sounded (within the run, not after the fall began), the median lead in
-steps, and false alarms per 1,000 steps of sound runs, an alarm being a step at which the rule begins to sound.
+For each rule: the share of collapses before which it fired (within the run and before the drop began), the median
+lead in steps, and false alerts per 1,000 steps of healthy runs. An alert is a step at which the rule starts to fire.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REWARDS = "SELECT step, stddev_samp(reward) AS reward_std FROM sequences GROUP 
 
 
 def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
-    """The steps of a run, and every quantity that a rule asks for."""
+    """Return the steps of a run, and every quantity that a rule uses."""
     database = open_database(truth.trace)
     series = {name: one for name, one in read_series(database).items()}
     at = series["k3"].known
@@ -49,12 +49,12 @@ def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
 
 
 def unequal_by_step(rollouts: Rollouts, steps: np.ndarray) -> np.ndarray:
-    """[n] of the responses so far that repeat an earlier one of the last 20 steps, the share with another reward."""
+    """Return the share [n], up to each step, of responses repeated from the last 20 steps whose reward differs."""
     return unequal_rewards(np.searchsorted(steps, rollouts.step), rollouts.whole, rollouts.reward, len(steps))
 
 
 def fall_step(truth: Truth) -> int | None:
-    """Where the evaluation begins to fall."""
+    """Return the step at which the evaluation begins to drop."""
     values = np.array(truth.plan["evaluations"])
     steps = np.arange(len(values)) * truth.plan["steps"] // (len(values) - 1)
     fall = find_fall(Outcome(name="evaluation", steps=steps, values=values, is_evaluation=True))
@@ -87,7 +87,7 @@ def judged(rule: Rule, runs: Sequence[tuple[Truth, int | None, np.ndarray, Known
 
 
 def main() -> None:
-    """Print the table of a folder of runs."""
+    """Print the table for a folder of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
@@ -100,7 +100,7 @@ def main() -> None:
         if truth.expected is not None
     ]
     rows = [judged(rule, runs) for rule in RULES]
-    print("| rule | source | warned before the fall | median lead, steps | false alarms per 1,000 sound steps |")
+    print("| rule | source | warned before the collapse | median lead, steps | false alerts per 1,000 healthy steps |")
     print("|---|---|---|---|---|")
     for row in rows:
         lead = "" if row["median_lead"] is None else f"{row['median_lead']:.0f}"

@@ -1,4 +1,4 @@
-"""Which runs are made: every cause on several seeds, beside the sound twin that shares everything but the switch."""
+"""The runs to generate: every cause with several seeds, each with a healthy twin that differs only in the switch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CAUSES: dict[str, tuple[Switches, ...]] = {
         Switches(weight_bits=8), Switches(cache="fp8"), Switches(cache="bf16"), Switches(stale=2),
     ),
 }  # fmt: skip
-"""Cause -> its switches, from which each seed takes one; `harmless` is wrong in name and does no harm."""
+"""Switches of each cause, one of which each seed uses; those of `harmless` have no effect on training."""
 
 OF_ENGINE = ("quantised", "cache", "truncation", "temperature", "partial_sync", "stale", "harmless")
-"""Causes in the engine: against an exact twin the engine is what differs."""
+"""Causes in the engine, whose twin has an exact engine."""
 
 FAMILIES = {
     "quantised": "mismatch",
@@ -47,12 +47,12 @@ FAMILIES = {
     "pairing": "pairing",
     "entropy": "entropy",
 }
-"""Cause -> the suspect that `tim-trace attribute` should name."""
+"""The suspect that `tim-trace attribute` should name, by cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Settings that runs are drawn from."""
+    """Settings from which runs are drawn."""
 
     tasks: tuple[str, ...]
     architectures: tuple[str, ...]
@@ -69,7 +69,7 @@ SPLITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A run of a split, and the name of its sound twin."""
+    """A run of a split, and the name of its healthy twin."""
 
     plan: Plan
     cause: str
@@ -77,9 +77,8 @@ class Member:
 
 
 def members(split: Split, num_seeds: int) -> list[Member]:
-    """The runs of a split: for each seed a sound one, and one for each cause that differs from it in that switch alone.
-
-    The engines of the sound runs take turns: float32 with a KV cache, exact, bfloat16.
+    """Return the runs of a split: for each seed a healthy run, and one run per cause that differs only in that switch.
+    The healthy runs alternate between three engines: float32 with a KV cache, exact, bfloat16.
     """
     found = []
     for number in range(num_seeds):

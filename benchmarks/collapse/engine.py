@@ -1,4 +1,4 @@
-"""The rollout engine: samples with a KV cache from weights of its own, with whatever is wrong with it.
+"""The rollout engine: samples with a KV cache from its own weights, with the faults that are switched on.
 
 Shapes: B rows, P prompt tokens, T response tokens, V vocabulary.
 """
@@ -26,18 +26,18 @@ class Rollout:
     ids: Tensor
     """[B, T]; PAD after the end."""
     mask: Tensor
-    """[B, T] bool: tokens of the response, the end token with them."""
+    """[B, T] bool: tokens of the response, including the end token."""
     logprobs: Tensor
-    """[B, T] nats, as the engine gives them."""
+    """[B, T] nats, as returned by the engine."""
     version: int
     """Optimizer updates that the engine's weights had seen."""
 
 
 class Engine:
-    """Holds a copy of the model, and the versions that it has not loaded yet."""
+    """Stores a copy of the model, and the versions not loaded yet."""
 
     def __init__(self, model: Any, switches: Switches, seed: int):
-        """`model` is a copy of the trainer's, which this engine may change."""
+        """`model` is a copy of the trainer's model that this engine may change."""
         self.model = model
         self.switches = switches
         self._waiting: deque[tuple[int, State]] = deque()
@@ -49,7 +49,7 @@ class Engine:
         }  # fmt: skip
 
     def synchronise(self, trained: Any, version: int, *, is_wrong: bool) -> None:
-        """Load the trainer's weights, as far as the switches let it; `is_wrong` says whether they are thrown."""
+        """Load the trainer's weights, as far as the switches allow; `is_wrong` is True if they are on."""
         switches = self.switches if is_wrong else self.switches.before
         self._waiting.append((version, {name: value.detach().clone() for name, value in trained.state_dict().items()}))
         while len(self._waiting) > switches.stale + 1:
@@ -67,7 +67,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, prompt_BP: Tensor, max_tokens: int, noise_TBV: Tensor, *, is_wrong: bool) -> Rollout:
-        """Sample responses; token t of row b is the argmax of logits + noise[t, b], so that twins share their chance."""
+        """Sample responses; token t of row b is the argmax of logits + noise[t, b], so twins share their randomness."""
         switches = self.switches if is_wrong else self.switches.before
         model = self.model.to(_DTYPES[switches.engine_dtype])
         steps = _exact_logits(model, prompt_BP, max_tokens) if switches.exact else _cached_logits(model, switches.cache)
@@ -94,13 +94,13 @@ class Engine:
 
 
 def rounded(weight_OI: Tensor, bits: int) -> Tensor:
-    """A weight on a symmetric integer grid with one scale."""
+    """Round a weight to a symmetric integer grid with one scale."""
     scale = weight_OI.abs().amax() / (2 ** (bits - 1) - 1)
     return (weight_OI / scale).round() * scale
 
 
 def truncated(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Logits with -inf outside of the smallest set of tokens that holds `top_p` of the mass."""
+    """Return the logits, with -inf outside the smallest set of tokens with `top_p` of the mass."""
     if top_p >= 1.0:
         return logits_BV
     sorted_BV, order_BV = logits_BV.softmax(-1).sort(-1, descending=True)
@@ -109,7 +109,7 @@ def truncated(logits_BV: Tensor, top_p: float) -> Tensor:
 
 
 def _cached_logits(model: Any, cache_dtype: str | None) -> Any:
-    """A function of the new tokens [B, N] that gives the next token's logits [B, V], through a KV cache."""
+    """Return a function from new tokens [B, N] to the next token's logits [B, V], with a KV cache."""
     cache = _Rounding(cache_dtype) if cache_dtype else DynamicCache()
 
     def step(new_BN: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _cached_logits(model: Any, cache_dtype: str | None) -> Any:
 
 
 def _exact_logits(model: Any, prompt_BP: Tensor, max_tokens: int) -> Any:
-    """The same by a whole forward as wide as the trainer's: masked positions add exact zeros, so that bits are equal."""
+    """Return the same with a forward as wide as the trainer's: masked positions add exact zeros, so bits match."""
     ids_BL = torch.nn.functional.pad(prompt_BP, (0, max_tokens), value=PAD)
     filled = 0
 
@@ -134,11 +134,11 @@ def _exact_logits(model: Any, prompt_BP: Tensor, max_tokens: int) -> Any:
 
 _FLOATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int4": 7, "int2": 1}
-"""Integer grids -> their largest magnitude."""
+"""Largest magnitude of each integer grid."""
 
 
 class _Rounding(DynamicCache):  # type: ignore[misc]
-    """A KV cache that holds fewer bits than the model computes in."""
+    """A KV cache with fewer bits than the model computes in."""
 
     def __init__(self, name: str):
         super().__init__()

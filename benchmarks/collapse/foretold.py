@@ -1,4 +1,4 @@
-"""What the trace of a broken run alone foretells of a remedy: 0 nothing of the fault goes, 1 all of it."""
+"""Predict a remedy's effect from the broken run's trace alone: 0 if it removes nothing of the fault, 1 if all of it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tim_trace.replay.gradients.engine import gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
-    """None where there is no such prediction: of schedules there is none at all."""
+    """None if there is no such prediction, as for schedules."""
 
     by_objective: float | None = None
-    """Share of the objective's distortion, sum |b| / sum |f*|, that goes."""
+    """Share of the objective's distortion, sum |b| / sum |f*|, that is removed."""
     by_gradient: float | None = None
-    """Share of the gradient's 1 - cosine to the exactly weighted one that goes, at steps that kept their weights."""
+    """Removed share of the gradient's 1 - cosine to the exactly weighted one, at steps with recorded weights."""
     by_corrections: float | None = None
-    """Share of the tokens that the correction keeps."""
+    """Share of tokens that the correction keeps."""
     by_replay: float | None = None
-    """Share of mean |d| that goes, at steps that kept their weights, replayed under the remedy's precision."""
+    """Share of mean |d| that is removed, at steps with recorded weights, replayed in the remedy's precision."""
 
 
 def foretold(trace: str, weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
-    """What the recording of a run, and the one of the same run that kept weights at some steps, say of a remedy."""
+    """Return what a run's trace, and a trace of the same run with weights at some steps, predict about a remedy."""
     if remedy.kind == "correction":
         return Foretold(
             by_objective=_by_objective(trace, remedy.changes),
@@ -42,7 +42,7 @@ def foretold(trace: str, weighed: str, remedy: Remedy, plan: Mapping) -> Foretol
 
 
 def _by_objective(trace: str, changes: Mapping) -> float:
-    """1 less the distortion with the correction over that without."""
+    """Return 1 - distortion with the correction / distortion without."""
     without = objective(trace, loss="correction=none")
     corrected = objective(trace, loss=f"correction={changes['correction']},correction_high={changes['correction_cap']}")
     distortion = [float(found.figures["relative_abs_bias"].value) for found in (without, corrected)]
@@ -50,11 +50,11 @@ def _by_objective(trace: str, changes: Mapping) -> float:
 
 
 _EXACT = "correction=token_truncate,correction_high=1e30"
-"""Token weights exp(d) as they are: the gradient that the samples call for, token by token."""
+"""Unmodified token weights exp(d): the gradient that is correct for the samples, token by token."""
 
 
 def _by_gradient(weighed: str, changes: Mapping) -> float:
-    """1 less the correction's mean 1 - cosine to the exactly weighted gradient over that without a correction."""
+    """Return 1 - ratio of mean 1 - cosine (to the exactly weighted gradient) with and without the correction."""
     arms = ["correction=none,name=none", f"correction={changes['correction']}:{changes['correction_cap']},name=remedy"]
     found = gradient(weighed, steps="all", arm=arms, micro_batches=0, loss=_EXACT)
     apart = {
@@ -65,7 +65,7 @@ def _by_gradient(weighed: str, changes: Mapping) -> float:
 
 
 def _by_corrections(trace: str, changes: Mapping) -> float:
-    """The share of tokens whose weight is not 0."""
+    """Return the share of tokens whose weight is not 0."""
     kind, cap = changes["correction"], changes["correction_cap"]
     if kind == "token_truncate":
         return 1.0
@@ -81,7 +81,7 @@ FROM objective_tokens('train', $scored, $now, kind := $kind) WHERE step % $every
 
 
 def _by_precision(weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
-    """What goes is the gap of what the remedy takes away less the one that it leaves, over the one that was recorded."""
+    """Return the removed shares: (the gap that the remedy addresses - the gap that it leaves) / the recorded gap."""
     recorded = _gaps(weighed, plan, "rollout")
     taken = recorded if remedy.instead_of is None else _replayed(weighed, plan, remedy.instead_of)
     left = _replayed(weighed, plan, remedy.arm) if remedy.arm else np.zeros(2)
@@ -90,7 +90,7 @@ def _by_precision(weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
 
 
 def _replayed(weighed: str, plan: Mapping, arm: str) -> np.ndarray:
-    """The gaps of an engine of this precision; it decodes, and in the recorded engine's dtype unless the arm has its own."""
+    """Return the gaps of an engine in this precision that decodes, in the recorded dtype unless the arm sets one."""
     dtype = plan["switches"]["engine_dtype"]
     own = f",dtype={dtype}" if dtype and "dtype=" not in arm.replace("kv-dtype=", "") else ""
     name = arm.replace("=", "-")
@@ -100,11 +100,11 @@ def _replayed(weighed: str, plan: Mapping, arm: str) -> np.ndarray:
 
 
 WEIGHTS_EVERY = 50
-"""Steps from one that keeps its weights to the next."""
+"""Number of steps between two with recorded weights."""
 
 
 def _gaps(weighed: str, plan: Mapping, scored: str) -> np.ndarray:
-    """[2] the objective's distortion, and mean |d| in nats, against the trainer, at the steps that kept their weights."""
+    """Return the objective's distortion and mean |d| in nats [2], against the trainer, at steps with weights."""
     algorithm = ALGORITHMS[plan["algorithm"]]
     values = {
         "scored": scored,

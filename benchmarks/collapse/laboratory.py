@@ -1,4 +1,4 @@
-"""One run of the laboratory: an RL loop that records itself, with whatever is switched on.
+"""One run of the benchmark suite: an RL loop that records itself, with the faults that are switched on.
 
 Shapes: B rows, P prompt tokens, T response tokens, V vocabulary.
 """
@@ -23,17 +23,17 @@ from tim_trace.tracer.recorder import Recorder
 from torch import Tensor
 
 NUM_PROMPTS = 256
-"""A run goes over the same prompts again and again."""
+"""Number of prompts, which a run repeats."""
 _GROUPS = 8
 _EVALUATED = 64
 EVALUATED_EVERY = 10
 EVALUATION = "eval/reward"
-"""Right places of sampled answers to prompts of its own, by the trainer's weights: the truth about a run."""
+"""True evaluation of a run: share of correct places in answers of the trainer's weights to separate prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What makes a run; two runs with the same plan are the same to the last bit."""
+    """Everything that determines a run; two runs with the same plan are bit-identical."""
 
     task: str
     architecture: str = "qwen3"
@@ -50,14 +50,15 @@ class Plan:
         return "-".join(words).replace(" ", "").replace("(", "").replace(")", "").replace(",", "_")
 
     def twin(self, **changes: Any) -> Plan:
-        """The same run with other switches."""
+        """Return the same run with other switches."""
         return replace(self, switches=replace(self.switches, **changes))
 
 
 def perform(plan: Plan, folder: Path, models: Path, weights_every: int = 0) -> list[float]:
-    """Run a plan and record it as `folder`/trace, with `plan.json` beside; the evaluations, before the run and every ten steps.
+    """Run a plan, record it as `folder`/trace with `plan.json` next to it, and return the evaluations, before the run
+    and every ten steps.
 
-    `weights_every` keeps the weights of every so many steps; 0 keeps none.
+    `weights_every` is the number of steps between two recorded versions of the weights; 0 records none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     task = TASKS[plan.task]
@@ -105,7 +106,7 @@ class _Run:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What a trainer's own settings say."""
+        """Return the trainer's settings."""
         return {
             "learning_rate": self.learner.rate,
             "adam_beta1": self.switches.betas[0],
@@ -120,7 +121,7 @@ class _Run:
         }
 
     def step(self, step: int, recorder: Recorder) -> None:
-        """Sample, score, learn, and record all of it."""
+        """Sample, score, learn, and record everything."""
         progress = (step - 1) / self.plan.steps
         is_wrong = progress >= self.switches.begins
         rate = self.learner.set_rate(progress)
@@ -159,18 +160,18 @@ class _Run:
         recorder.add_optimizer(step, self.learner.optimizer)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
-        """Log how well the weights do; of step 0 before any update."""
+        """Log an evaluation of the weights; step 0 is before any update."""
         self.evaluations.append(self._evaluate())
         recorder.add_metrics(step, {EVALUATION: self.evaluations[-1]})
 
     def _noise(self, salt: int, rows: int) -> Tensor:
-        """[T, B, V] Gumbel noise; of one seed and step always the same."""
+        """Return [T, B, V] Gumbel noise, always the same for one seed and step."""
         generator = torch.Generator().manual_seed(100_000 * (1 + self.plan.seed) + salt)
         uniform_TBV = torch.rand(self.task.max_tokens, rows, VOCABULARY, generator=generator)
         return -(-uniform_TBV.clamp(1e-20).log()).log()
 
     def _rewards(self, rollout: Rollout, indices: list[int], *, is_wrong: bool) -> Tensor:
-        """[B] what the rewards say, right or wrong."""
+        """Return the [B] rewards, right or wrong."""
         rewards = []
         for row, (ids, mask) in enumerate(zip(rollout.ids.tolist(), rollout.mask.tolist(), strict=True)):
             index = indices[row // GROUP]
@@ -186,7 +187,7 @@ class _Run:
         return torch.tensor(rewards)
 
     def _evaluate(self) -> float:
-        """The mean reward of answers that the trainer's weights sample."""
+        """Return the mean reward of answers sampled with the trainer's weights."""
         prompt_BP = torch.tensor([prompt for prompt, _ in self.evaluated])
         sound = Engine(self.learner.model, Switches(), 0)
         rollout = sound.generate(prompt_BP, self.task.max_tokens, self._noise(0, _EVALUATED), is_wrong=False)

@@ -1,4 +1,4 @@
-"""The trainer: advantages, the loss, and one optimizer update after another.
+"""The trainer: advantages, loss and optimizer updates.
 
 Shapes: B rows, P prompt tokens, T response tokens, L = P + T.
 """
@@ -28,7 +28,7 @@ class Algorithm:
     loss: Loss
     divides_by_spread: bool
     num_minibatches: int
-    """Optimizer updates of one step's rows."""
+    """Number of optimizer updates per step."""
 
 
 ALGORITHMS = {
@@ -39,7 +39,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer update saw and did."""
+    """Inputs and results of one optimizer update."""
 
     rows: Tensor
     logprobs: Tensor
@@ -51,7 +51,7 @@ class Update:
 
 
 class Learner:
-    """Holds the weights that are trained, and their optimizer."""
+    """Stores the trained weights and their optimizer."""
 
     def __init__(self, model: Any, algorithm: Algorithm, switches: Switches, rate: float):
         self.model = model
@@ -65,7 +65,7 @@ class Learner:
         self.version = 0
 
     def set_rate(self, progress: float) -> float:
-        """The learning rate at a share of the run, the spike and the schedule with it."""
+        """Return the learning rate after a share of the run, including the spike and the schedule."""
         spiked = self.switches.rate_spike != 1.0 and 0.5 <= progress < 0.6
         rate = self.rate * (self.switches.rate_spike if spiked else 1.0) * self.schedule.factor(progress)
         for group in self.optimizer.param_groups:
@@ -74,7 +74,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, prompt_BP: Tensor, rollout: Rollout) -> Tensor:
-        """[B, T] logprobs of the weights as they are: the `train` pass."""
+        """Return [B, T] logprobs under the current weights: the `train` pass."""
         return self._forward(prompt_BP, rollout.ids)[0]
 
     def learn(
@@ -85,7 +85,7 @@ class Learner:
         advantage_B: Tensor,
         before: Callable[[], None] | None = None,
     ) -> list[Update]:
-        """The optimizer updates of one step; `before` is called before each."""
+        """Perform the optimizer updates of one step; `before` is called before each."""
         weight_BT = self.correction(train_BT, rollout)
         self.schedule.observe(float(rollout.mask.sum(1).float().mean()))
         updates = []
@@ -96,7 +96,7 @@ class Learner:
         return updates
 
     def correction(self, train_BT: Tensor, rollout: Rollout) -> Tensor:
-        """[B, T] what multiplies each token's loss."""
+        """Return the [B, T] factors of each token's loss."""
         kind, cap = self.switches.correction, self.switches.correction_cap
         d_BT = torch.where(rollout.mask, train_BT - rollout.logprobs, 0.0)
         if kind == "none":
@@ -142,7 +142,7 @@ class Learner:
         )
 
     def _forward(self, prompt_BP: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] logprobs and entropies of a response."""
+        """Return [B, T] logprobs and entropies of a response."""
         ids_BL = torch.cat([prompt_BP, ids_BT], 1)
         logits_BTV = self.model(input_ids=ids_BL[:, :-1], use_cache=False).logits[:, prompt_BP.shape[1] - 1 :]
         logprobs_BTV = logits_BTV.log_softmax(-1)
@@ -151,7 +151,7 @@ class Learner:
 
 
 def advantages(reward_B: Tensor, algorithm: Algorithm) -> Tensor:
-    """[B] each reward less its group's mean, over the group's spread where the algorithm asks for it."""
+    """Return [B] rewards minus their group's mean, divided by its standard deviation if the algorithm requires it."""
     by_group = reward_B.view(-1, GROUP)
     centred = by_group - by_group.mean(1, keepdim=True)
     if algorithm.divides_by_spread:

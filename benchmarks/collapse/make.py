@@ -1,10 +1,10 @@
-"""Make the runs of the laboratory of collapses, with their twins.
+"""Generate the runs of the collapse suite, with their twins.
 
 python benchmarks/collapse/make.py --split tuning -o runs/collapse/tuning     # about half an hour on two cores
 python benchmarks/collapse/score.py runs/collapse/tuning
 
 Each run is a folder with `trace` (recorded through the public API) and `plan.json` (its switches, and evaluations by the
-true reward). Runs that are there already are not made again.
+true reward). Existing runs are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny transformers, and how they get to know a task a little before RL begins."""
+"""Tiny transformers, and supervised training on a task before RL begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 _TEACHING_ROWS = 64
 _MOST_TEACHING = 4000
 _RIGHT_ENOUGH = 0.93
-"""Share of right places of a sampled answer at which teaching ends: RL has something to gain and something to lose."""
+"""Share of correct places in a sampled answer at which supervised training ends, so that RL can both gain and lose."""
 
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
@@ -23,7 +23,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def build(architecture: str) -> Any:
-    """A model of 64 wide and 2 deep, in eval mode: nothing in it is random."""
+    """Return a model with hidden size 64 and 2 layers, in eval mode, so that nothing in it is random."""
     config = AutoConfig.for_model(
         architecture,
         **{
@@ -46,7 +46,7 @@ def build(architecture: str) -> Any:
 
 
 def taught(architecture: str, task: Task, seed: int, folder: Path) -> Any:
-    """A model that gets about half of the places right, from the folder or taught now."""
+    """Return a model that gets about half of the places right, loaded from the folder or trained now."""
     path = folder / f"{architecture}-{task.name}-{seed}.pt"
     torch.manual_seed(seed)
     model = build(architecture)
@@ -71,13 +71,13 @@ def _teach(model: Any, task: Task, chance: random.Random) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        # The chance that a sampled token is right, given that those before were.
+        # Probability that a sampled token is correct, given that those before it were.
         if float((-loss.detach()).exp()) > _RIGHT_ENOUGH:
             return
 
 
 def _examples(task: Task, chance: random.Random) -> tuple[Tensor, Tensor]:
-    """[B, L] ids, and where they belong to a response."""
+    """Return [B, L] ids, and where they belong to a response."""
     pairs = [task.prompt(chance) for _ in range(_TEACHING_ROWS)]
     width = len(pairs[0][0]) + max(len(answer) for _, answer in pairs)
     ids_BL = torch.full((_TEACHING_ROWS, width), PAD)

@@ -1,10 +1,10 @@
-"""Which remedy saves which collapse, beside what the trace of the broken run alone had foretold.
+"""Measure which remedy saves which run from collapse, and compare with the prediction from the broken run's trace.
 
 python benchmarks/collapse/remedies.py runs/collapse/heldout -o runs/collapse/remedies [--json FILE]
 
-Takes the runs below a folder that fell through their engine, runs each again with one remedy (remedy.py) and the same seeds,
-and compares the rescue (what of the lost evaluation came back: 0 nothing, 1 all that the sound twin has) with what the broken
-run's own trace foretells (foretold.py).
+Takes the runs below a folder that collapsed because of their engine, repeats each with one remedy (remedy.py) and the
+same seeds, and compares the rescue (the recovered share of the lost evaluation score: 1 reaches the healthy twin) with
+the prediction from the broken run's own trace (foretold.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OF_ENGINE = ("mismatch", "staleness")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """What a remedy did for a broken run."""
+    """Effect of a remedy on a broken run."""
 
     run: str
     cause: str
     remedy: Remedy
     broken: float
-    """Mean of the last fifth of the evaluations."""
+    """Mean over the last fifth of the evaluations."""
     sound: float
     """The twin's."""
     remedied: float
@@ -46,18 +46,18 @@ class Rescue:
 
     @property
     def rescue(self) -> float:
-        """The share of what was lost that came back."""
+        """Return the recovered share of the loss."""
         return (self.remedied - self.broken) / (self.sound - self.broken)
 
 
 def last_fifth(plan: dict) -> float:
-    """The mean of a run's last evaluations."""
+    """Return the mean of a run's last evaluations."""
     values = plan["evaluations"]
     return float(np.mean(values[-max(len(values) // 5, 2) :]))
 
 
 def rescues_of(job: tuple[Truth, Path, Path]) -> list[Rescue]:
-    """What each remedy did for a broken run, and what its trace had foretold."""
+    """Return the effect of each remedy on a broken run, with the prediction from its trace."""
     truth, output, models = job
     weighed = output / f"{truth.folder.name}-weights"
     _performed(plan_of(truth, {}), weighed, models, weights_every=WEIGHTS_EVERY)
@@ -82,7 +82,7 @@ def rescues_of(job: tuple[Truth, Path, Path]) -> list[Rescue]:
 
 
 def _performed(plan: Plan, folder: Path, models: Path, weights_every: int = 0) -> dict:
-    """A run's plan.json; made now unless it is there."""
+    """Return a run's plan.json, after running the plan if it is missing."""
     if not (folder / "plan.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         perform(plan, folder, models, weights_every)
@@ -90,7 +90,7 @@ def _performed(plan: Plan, folder: Path, models: Path, weights_every: int = 0) -
 
 
 def plan_of(truth: Truth, changes: dict[str, object]) -> Plan:
-    """The plan of a run, with other switches."""
+    """Return the plan of a run, with other switches."""
     said = {name: tuple(v) if isinstance(v, list) else v for name, v in truth.plan["switches"].items()}
     fields = {name: truth.plan[name] for name in ("task", "architecture", "algorithm", "rate", "steps", "seed")}
     return Plan(**fields, switches=replace(Switches(**said), **changes))
@@ -124,7 +124,7 @@ def _row(each: Rescue) -> dict[str, object]:
 
 
 def _print_table(rescues: list[Rescue]) -> None:
-    """The median rescue of each remedy and cause, with the runs; an empty cell where it is no choice."""
+    """Print the median rescue by remedy and cause, with the number of runs; empty if the remedy does not apply."""
     causes = sorted({each.cause for each in rescues})
     print(f"| remedy | {' | '.join(causes)} | all |\n|---|{'---|' * (len(causes) + 1)}")
     for remedy in REMEDIES:
@@ -136,7 +136,7 @@ def _print_table(rescues: list[Rescue]) -> None:
 
 
 def _print_predictions(rescues: list[Rescue]) -> None:
-    """How far each prediction and the rescue go together, of each kind of remedy and of all."""
+    """Print the correlation of each prediction with the rescue, by kind of remedy and overall."""
     for name in Foretold.__dataclass_fields__:
         for kinds in (("correction",), ("precision",), ("correction", "precision")):
             pairs = [(getattr(each.foretold, name), each.rescue) for each in rescues if each.remedy.kind in kinds]
@@ -148,7 +148,7 @@ def _print_predictions(rescues: list[Rescue]) -> None:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1 on; equal values share the mean of theirs."""
+    """Return ranks from 1; equal values get the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 

@@ -1,4 +1,4 @@
-"""What is tried against a collapse."""
+"""Remedies to try against a collapse."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Switches that are changed in a run that fell, and in which runs that is a choice at all."""
+    """Switches to change in a collapsed run, and the runs to which this applies."""
 
     name: str
     kind: str
     """`correction`, `precision` or `schedule`."""
     changes: dict[str, object]
     of: Mapping[str, object] = field(default_factory=dict)
-    """Switches that the run must have for it; where the remedy would only be the sound twin it is not one."""
+    """Switches that the run must have; a remedy that only restores the healthy twin does not count."""
     arm: str | None = None
-    """`tim-trace replay --arm` of the engine as the remedy has it; "": the trainer itself; None: replay does not know it."""
+    """`tim-trace replay --arm` for the engine with the remedy; "": the trainer itself; None: not supported."""
     instead_of: str | None = None
-    """The arm of what the remedy takes away; None: all that was recorded of the engine."""
+    """The arm for what the remedy removes; None: the engine as recorded."""
 
     def applies(self, switches: Mapping[str, object]) -> bool:
-        """Whether a run with these switches can have it."""
+        """Return True if the remedy applies to a run with these switches."""
         return all(switches.get(name) == value for name, value in self.of.items())
 
 

@@ -1,4 +1,4 @@
-"""Published alarm rules, and ours, each as what it says of every step from what was known by then.
+"""Published alert rules and our own, each evaluated at every step from the data up to it.
 
 Shapes: n steps.
 """
@@ -14,7 +14,7 @@ from tim_trace.analysis.alarms.figures import logarithm, sustained, trailing_med
 
 Array = np.ndarray
 Known = dict[str, Array]
-"""Quantity -> [n] values by step, NaN where it was not recorded."""
+"""[n] values per step by quantity; NaN if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Rule:
     name: str
     source: str
     sounds: Callable[[Known], Array]
-    """[n] bool, from the values up to each step."""
+    """[n] bool, computed from the values up to each step."""
 
 
 def _above(name: str, level: float) -> Callable[[Known], Array]:
@@ -44,9 +44,10 @@ def _outside(name: str, low: float, high: float) -> Callable[[Known], Array]:
 
 
 def _score(values: Array, window: int, *, frozen: bool) -> Array:
-    """[n] distance of each value from the mean of those before it, in their standard deviations; the first `window` are 0.
+    """Return each value's distance [n] from the mean of earlier ones, in their standard deviations; the first `window`
+    are 0.
 
-    `frozen` takes the first `window` values for good, else the last `window` before each.
+    `frozen` always uses the first `window` values, otherwise the last `window` before each.
     """
     scores = np.zeros(len(values))
     for i in range(window, len(values)):
@@ -84,7 +85,7 @@ def _drift(name: str, size: float, window: int) -> Callable[[Known], Array]:
 
 
 def _page(values: Array, slack: float = 0.5, level: float = 5.0, window: int = 20) -> Array:
-    """[n] one-sided CUSUM of standardised values, the first `window` being the baseline (slack 0.5, level 5)."""
+    """Return the one-sided CUSUM [n] of standardised values, the first `window` as baseline (slack 0.5, level 5)."""
     base = values[:window][np.isfinite(values[:window])]
     if len(base) < 3 or base.std() == 0:
         return np.zeros(len(values), bool)
@@ -97,7 +98,7 @@ def _page(values: Array, slack: float = 0.5, level: float = 5.0, window: int = 2
 
 
 def _ours(known: Known) -> Array:
-    """A gap that can bend a run, or rewards that contradict themselves, or a learning rate or norm that leaves its range."""
+    """Fire for a harmful mismatch, contradictory rewards, or a learning rate or gradient norm out of range."""
     return (
         own.gap_bends(known["mean_abs_d"])
         | own.rewards_contradict(known["unequal_rewards"])
@@ -135,4 +136,4 @@ RULES = (
     Rule(name="CUSUM of ln k3 (0.5, 5)", source="Page 1954", sounds=lambda k: _page(logarithm(k["k3"]))),
     Rule(name="tim-trace", source="this project", sounds=_ours),
 )  # fmt: skip
-"""Each under its own definition; where a source leaves a window open it is said in the function."""
+"""Each follows its own definition; if a source does not give a window, the function documents the choice."""

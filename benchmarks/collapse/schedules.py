@@ -1,4 +1,4 @@
-"""How the learning rate of a run goes down."""
+"""Learning-rate schedules of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FACTOR, FLOOR = 0.5, 0.1
 
 
 class Schedule:
-    """What the learning rate of each step is multiplied by."""
+    """Factor of each step's learning rate."""
 
     def __init__(self, name: str):
         """`name` is `constant`, `cosine` or `length_decay`."""
@@ -21,7 +21,7 @@ class Schedule:
         self._over: deque[bool] = deque(maxlen=5)
 
     def observe(self, mean_length: float) -> None:
-        """Take the mean response length of a step, in tokens, which counts from the next step on."""
+        """Observe a step's mean response length, in tokens, which counts from the next step on."""
         self._num_steps += 1
         if self._surge_step is None:
             if len(self._lengths) == 25:
@@ -33,7 +33,7 @@ class Schedule:
             self._scale = max(self._scale * FACTOR, FLOOR)
 
     def factor(self, progress: float) -> float:
-        """The factor of the step at a share of the run."""
+        """Return the factor of the step after a share of the run."""
         if self._name == "length_decay":
             return self._scale
         if self._name == "cosine":

@@ -1,9 +1,9 @@
-"""Hold `tim-trace attribute` against the truth of the laboratory's runs.
+"""Score `tim-trace attribute` on the suite's runs, whose causes are known.
 
 python benchmarks/collapse/score.py runs/collapse/heldout [--json FILE]
 
-A switch is a cause where its run fell and the twin without it did not. Runs that neither fell nor held (by less than a
-tenth and more than a twentieth), and those whose twin fell too, are left out and counted.
+A switch is a cause if its run collapsed and the twin without it did not. Runs that dropped by between a twentieth and a
+tenth, and runs whose twin also collapsed, are left out and counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTHING = "none"
 
 
 def answer(truth: Truth, *, with_control: bool) -> str:
-    """The suspect that is named: `none` where no fall is seen, `open` where none is named."""
+    """Return the named suspect: `none` if no collapse is detected, `open` if no suspect is named."""
     control = str(truth.twin / "trace") if with_control and truth.twin != truth.folder else None
     found = attribute(truth.trace, control=control)
     if found.fall is None:
@@ -34,7 +34,7 @@ def answer(truth: Truth, *, with_control: bool) -> str:
 
 
 def scored(found: Sequence[Truth], *, with_control: bool) -> dict[str, object]:
-    """Answers by what was expected, and what share of them is right."""
+    """Return the answers by expected suspect, and the share that is right."""
     judged = [truth for truth in found if truth.expected is not None]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         said = pool.map(partial(answer, with_control=with_control), judged, chunksize=1)
@@ -64,7 +64,7 @@ def _row(truth: Truth) -> str:
 
 def _print(title: str, figures: dict) -> None:
     print(f"{title}: {figures['right']} of {figures['num_fallen']} causes right; "
-          f"{figures['called_fallen']} of {figures['num_sound']} sound runs called fallen; "
+          f"{figures['called_fallen']} of {figures['num_sound']} healthy runs called collapsed; "
           f"{figures['left_out']} runs left out")  # fmt: skip
     for cause, answers in figures["confusion"].items():
         print(f"  {cause:<24}" + ", ".join(f"{said} {count}" for said, count in sorted(answers.items())))

@@ -1,4 +1,4 @@
-"""What can be wrong with a run: a switch each, all off in a sound one."""
+"""Possible faults of a run: one switch each, all off in a healthy run."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The switches of a run; its twin has one of them at the neutral value."""
+    """Switches of a run; in its twin, one of them has the neutral value."""
 
     weight_bits: int | None = None
-    """Bits that the engine rounds every weight matrix to, with one scale each; None: none."""
+    """Bits to which the engine rounds each weight matrix, with one scale per matrix; None: no rounding."""
     cache: str | None = None
-    """What the engine's KV cache is rounded to: `bf16`, `fp8` (e4m3), or `int4`, `int2` (a scale each token and head)."""
+    """Dtype of the engine's KV cache: `bf16`, `fp8` (e4m3), or `int4`, `int2` (one scale per token and head)."""
     engine_dtype: str | None = None
-    """What the whole engine computes in: `bf16` or `fp16`; None: float32, as the trainer."""
+    """Dtype in which the whole engine computes: `bf16` or `fp16`; None: float32, like the trainer."""
     top_p: float = 1.0
-    """The engine samples from the nucleus and returns renormalised logprobs; the trainer knows nothing of it."""
+    """The engine samples from the nucleus and returns renormalised logprobs; the trainer does not account for it."""
     temperature: float = 1.0
-    """The engine's; the trainer's stays 1."""
+    """The engine's temperature; the trainer's stays 1."""
     unsynchronised: float = 0.0
-    """Share of the weight matrices that the engine never gets again after the first step."""
+    """Share of the weight matrices that the engine never receives after the first step."""
     stale: int = 0
-    """Steps by which the engine's weights are behind."""
+    """Number of steps by which the engine's weights lag."""
     declares_stale: bool = True
-    """Whether sequences carry the version that really sampled them."""
+    """If True, sequences record the version that really sampled them."""
     rate_spike: float = 1.0
-    """Factor of the learning rate during a tenth of the run, from its middle on."""
+    """Factor of the learning rate for a tenth of the run, starting at its middle."""
     rate_factor: float = 1.0
-    """Factor of the learning rate all along."""
+    """Factor of the learning rate throughout the run."""
     schedule: str = "constant"
-    """Of the learning rate: constant, cosine (to a tenth at the end of the run), or length_decay (arXiv 2602.01826)."""
+    """Learning-rate schedule: constant, cosine (to a tenth at the run's end), or length_decay (arXiv 2602.01826)."""
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     """Adam's."""
     noisy_reward: float = 0.0
-    """Share of the prompts whose rewards are drawn at random."""
+    """Share of prompts with random rewards."""
     inverted_reward: float = 0.0
     """Share of the prompts that pay 1 - reward."""
     length_reward: float = 0.0
-    """What the reward pays for each token, whether right or wrong."""
+    """Reward for each token, right or wrong."""
     pairing: int = 0
-    """Rows by which rewards are handed to the wrong response."""
+    """Number of rows by which rewards are misaligned with responses."""
     pairs_advantages: bool = False
-    """Whether `pairing` moves the advantages alone, while the rewards stay where they belong."""
+    """If True, `pairing` moves only the advantages, and the rewards stay aligned."""
     entropy_coefficient: float = 0.0
-    """Added to the objective; negative: the sign of the bonus is wrong."""
+    """Entropy bonus added to the objective; negative: its sign is wrong."""
     exact: bool = False
-    """The engine computes what the trainer computes, bit for bit."""
+    """If True, the engine computes the same bits as the trainer."""
     correction: str = "none"
-    """What multiplies each token's loss: none, token_truncate (TIS), token_mask (MIS), sequence_mask."""
+    """Correction that multiplies each token's loss: none, token_truncate (TIS), token_mask (MIS), sequence_mask."""
     correction_cap: float = 2.0
     begins: float = 0.0
-    """Share of the run after which the switch is thrown; the engine and rewards are sound before."""
+    """Share of the run after which the switch takes effect; before that, engine and rewards are healthy."""
 
     @property
     def said(self) -> dict[str, Any]:
-        """The switches that are not neutral."""
+        """Return the switches that are not neutral."""
         neutral = asdict(Switches())
         return {name: value for name, value in asdict(self).items() if value != neutral[name]}
 
     @property
     def before(self) -> Switches:
-        """The engine of the run before its switch is thrown."""
+        """Return the run's engine before its switch takes effect."""
         return Switches(exact=self.exact, engine_dtype=self.engine_dtype)

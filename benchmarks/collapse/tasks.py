@@ -1,4 +1,4 @@
-"""Tasks over digits whose answers can be verified: prompts, right answers, and a reward for each place that is right."""
+"""Tasks over digits with verifiable answers: prompts, correct answers, and a reward for each correct place."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Digits = list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is asked and what is right."""
+    """A task: its prompts and correct answers."""
 
     name: str
     question: Callable[[random.Random], Digits]
-    """Draws the symbols of a prompt: digits, and -1 for a plus sign."""
+    """Function that draws the symbols of a prompt: digits, and -1 for a plus sign."""
     solve: Callable[[Digits], Digits]
     max_tokens: int
-    """Most tokens of a response, with its end token."""
+    """Maximum number of response tokens, including the end token."""
 
     def prompt(self, chance: random.Random) -> tuple[list[int], list[int]]:
-        """Token ids of a prompt, and of the right response with its end token."""
+        """Return token ids of a prompt and of the correct response, including its end token."""
         question = self.question(chance)
         ids = [PLUS if digit < 0 else ZERO + digit for digit in question]
         return [*ids, SEP], [*(ZERO + digit for digit in self.solve(question)), EOS]
 
 
 def reward(response: list[int], answer: list[int]) -> float:
-    """Share of places that are right, of the longer of the two; the end token has a place of its own."""
+    """Return the share of correct places, out of the longer of the two; the end token counts as a place."""
     right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
     return right / max(len(response), len(answer))
 
@@ -45,7 +45,7 @@ def _sum_question(chance: random.Random) -> Digits:
 
 
 def _sum(question: Digits) -> Digits:
-    """The sum of two numbers, its lowest digit first."""
+    """Return the sum of two numbers, lowest digit first."""
     plus = question.index(-1)
     first, second = (int("".join(map(str, part))) for part in (question[:plus], question[plus + 1 :]))
     return [int(digit) for digit in reversed(str(first + second))]

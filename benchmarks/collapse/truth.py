@@ -1,4 +1,4 @@
-"""What really happened in a run, from evaluations by the true reward and from those of its twin."""
+"""True outcome of a run, from its own and its twin's evaluations by the true reward."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from causes import FAMILIES
 
 FELL = 0.9
-"""A run whose last fifth is below this share of its best fifth fell."""
+"""A run whose last fifth is below this share of its best fifth has collapsed."""
 HELD = 0.95
-"""One above this share did not; what lies between is left out."""
+"""A run above this share has not; runs in between are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A run and what became of it."""
+    """A run and its true outcome."""
 
     folder: Path
     plan: dict[str, Any]
     cause: str
-    """The switch's cause, `sound` or `harmless`."""
+    """Cause of the switch, `sound` or `harmless`."""
     expected: str | None
-    """The suspect to be named; `none` where nothing fell; None where it cannot be said who is to blame."""
+    """The suspect to name; `none` if nothing collapsed; None if the cause cannot be determined."""
     twin: Path
     kept: float
-    """Last fifth over best fifth of the evaluations."""
+    """Mean of the last fifth over that of the best fifth of the evaluations."""
 
     @property
     def trace(self) -> str:
@@ -35,7 +35,7 @@ class Truth:
 
 
 def truths(folder: Path) -> list[Truth]:
-    """The runs below a folder that have a twin there."""
+    """Return the runs below a folder that have a twin there."""
     found = [_truth(path.parent, folder) for path in sorted(folder.glob("*/label.json"))]
     return [each for each in found if each is not None]
 
@@ -57,7 +57,7 @@ def _truth(run: Path, folder: Path) -> Truth | None:
 
 
 def share_kept(evaluations: list[float]) -> float:
-    """The last fifth's mean over the best fifth's."""
+    """Return the last fifth's mean over the best fifth's."""
     width = max(len(evaluations) // 5, 2)
     means = [sum(evaluations[i : i + width]) / width for i in range(len(evaluations) - width + 1)]
     return means[-1] / max(means)

@@ -1,6 +1,6 @@
-"""Fit the model that judges what kind of fault a mismatch is, and score it on authors that it was not fitted to.
+"""Fit the model that classifies the kind of fault behind a mismatch, and score it on authors left out of the fit.
 
-python benchmarks/kinds/fit.py score             # each author left out in turn: kinds, false alarms, calibration
+python benchmarks/kinds/fit.py score             # leave out each author in turn: kinds, false alarms, calibration
 python benchmarks/kinds/fit.py fit               # write analysis/check/kinds.json (needs scikit-learn)
 python benchmarks/kinds/fit.py measure TRACE...  # features of traces as JSON lines, to add to runs.parquet
 
@@ -8,9 +8,10 @@ python benchmarks/kinds/fit.py measure TRACE...  # features of traces as JSON li
 for a healthy run), and its features. Faults of recording and sampling that an explanation predicts token by token are left
 out, because `check` does not ask the model about them.
 
-Authors 0, 1, 4, 6 and 7 wrote generators of tiny models without having read `check`; 5 rebuilt public reports. Further seeds
-of 0 and 1 were made with their programs. Author 6 planted only faults, author 7 none. The healthy runs of 2 (pairs of executions on an H100) and 3 (an n-gram model in numpy
-whose engine has bfloat16 weights) are this project's own. Features and thresholds were chosen with 0 and 1 in view.
+Authors 0, 1, 4, 6 and 7 wrote generators with tiny models without having read `check`; 5 rebuilt public reports.
+Further seeds of 0 and 1 were generated with their programs. Author 6 planted only faults, author 7 none. The healthy
+runs of 2 (pairs of executions on an H100) and 3 (an n-gram model in numpy whose engine has bfloat16 weights) are this
+project's own. Features and thresholds were chosen with 0 and 1 in view.
 """
 
 import argparse
@@ -24,7 +25,7 @@ RUNS = Path(__file__).with_name("runs.parquet")
 MODEL = Path(__file__).parents[2] / "analysis" / "check" / "kinds.json"
 LABELS = ("author", "fault", "kind")
 STRENGTH = 0.3
-"""Inverse of the L2 penalty, chosen among 0.05, 0.1 and 0.3 on authors left out: most faults caught for as many alarms."""
+"""Inverse of the L2 penalty, chosen from 0.05, 0.1, 0.3 on left-out authors: most faults for the same false alarms."""
 BANDS = (0.4, 0.6, 0.8)
 
 

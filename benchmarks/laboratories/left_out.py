@@ -4,12 +4,13 @@ python benchmarks/laboratories/left_out.py facts runs/laboratories/* -o benchmar
 python benchmarks/laboratories/left_out.py score benchmarks/laboratories/facts.parquet
 python benchmarks/laboratories/left_out.py fit benchmarks/laboratories/facts.parquet
 
-A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts as collapsed if the
-last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. The right answer for a cause `other` is
-`unknown`. `facts` writes one row per fact, so that fitting needs no traces.
+A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
+as collapsed if the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. The right
+answer for a cause `other` is `unknown`. `facts` writes one row per fact, so that fitting needs no traces.
 
-The model is a multinomial logistic regression. A coefficient of a fact for the suspect that it speaks for (OWNERS) is held near the mean of such
-coefficients, every other coefficient near 0: most facts occur in few collapses, and a new kind of fact counts like its kin.
+The model is a multinomial logistic regression. A fact's coefficient for the suspect that it supports (OWNERS) is shrunk
+towards the mean of such coefficients, every other coefficient towards 0: most facts occur in only a few collapses, and
+a new kind of fact counts like similar ones.
 """
 
 from __future__ import annotations
@@ -69,20 +70,20 @@ OWNERS: dict[str, str] = {
     "rewards_by_length rewards_by_length_part",
     "unknown": "masks_change trainer_disagrees entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
-"""Suspect -> the features that speak for it."""
+"""Features that support each suspect."""
 _OF_SAMPLES = frozenset(("evaluation_holds",))
-"""Features that speak for every suspect that worsens sampled responses or their rewards and leaves the policy unchanged."""
+"""Features that support every suspect that worsens sampled responses or their rewards but not the policy."""
 _SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
 
 NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 2.0
-"""Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
-weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
+"""Penalties on the squared distances of coefficients from the mean and from 0; the power of its spread by which a
+feature is divided; the penalty on squared intercepts. Chosen by the log loss on left-out suites."""
 LEAST_SPREAD = 0.03
 UNSEEN_SPREAD = 0.1
-"""Spread assumed for a feature that no collapse has."""
+"""Spread assumed for a feature that occurs in no collapse."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ class Run:
     is_seen: bool
     """Whether a drop was detected."""
     facts: Mapping[int, Sequence[Fact]]
-    """Step of a supposed drop, or of the drop -> facts."""
+    """Facts by the step of the drop, or of a supposed drop."""
 
 
 def owners(feature: str) -> tuple[str, ...]:
-    """Return the suspects that a feature speaks for."""
+    """Return the suspects that a feature supports."""
     name = feature.removeprefix("changed.")
     if name in _OF_SAMPLES:
         return _SAMPLES
@@ -109,7 +110,7 @@ def owners(feature: str) -> tuple[str, ...]:
 
 
 def share_kept(evaluations: Sequence[float]) -> float:
-    """Return the last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
+    """Return the last fifth's mean over the best fifth's, measured from the lowest value if rewards are negative."""
     values = np.asarray(evaluations, float)
     width = max(len(values) // 5, 1)
     means = np.convolve(values, np.ones(width) / width, mode="valid")
@@ -118,7 +119,7 @@ def share_kept(evaluations: Sequence[float]) -> float:
 
 
 def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the runs of a suite that collapsed while their twins did not, with their labels; those of one twin in succession."""
+    """Yield the runs of a suite that collapsed while their twins did not, with their labels, grouped by twin."""
     labels = [(path.parent, json.loads(path.read_text())) for path in sorted(folder.glob("*/label.json"))]
     for run, label in sorted(labels, key=lambda each: (each[1]["twin"], each[0].name)):
         kept, of_twin = (
@@ -130,7 +131,7 @@ def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def read_runs(folder: Path) -> Iterator[Run]:
-    """Yield each collapse of a suite alone and beside its twin."""
+    """Yield each collapse of a suite, alone and with its twin."""
     controls: dict[str, Facts] = {}
     for run, label in collapses(folder):
         known = (folder.name, run.name, label["cause"])
@@ -193,7 +194,7 @@ def read(file: Path) -> list[Run]:
 
 
 def fit(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the classes, the intercepts, and feature -> coefficients by class, from runs of one situation with a drop."""
+    """Return classes, intercepts, and each feature's coefficients by class, from runs of one situation with a drop."""
     runs = [run for run in runs if run.is_seen]
     classes = list(SUSPECTS)
     of_runs = [
@@ -217,7 +218,7 @@ def fit(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def unseen(*, is_beside: bool) -> set[str]:
-    """Return the features that speak for a suspect, whether any collapse has them or not."""
+    """Return the features that support a suspect, even if they occur in no collapse."""
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
@@ -241,7 +242,7 @@ def kind_of(feature: str) -> int:
 def _least_loss(
     table_NF: np.ndarray, truth_N: np.ndarray, is_owner: np.ndarray, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return coefficients [F, C] and intercepts [C] with the least penalised logarithmic loss."""
+    """Return coefficients [F, C] and intercepts [C] that minimise the penalised log loss."""
     (n, num), classes = table_NF.shape, is_owner.shape[1]
     weight = np.where(is_owner > 0, NEAR_MEAN, NEAR_0)
 
@@ -266,7 +267,7 @@ def _least_loss(
 
 
 def answer(run: Run, model: dict[str, Any]) -> tuple[str, float, str]:
-    """Return the first of the list, its probability, and the first that has a name; `none` where nothing is known."""
+    """Return the first suspect, its probability, and the first named suspect; `none` if nothing is known."""
     best = ("none", 0.0, "none")
     for facts in run.facts.values():
         suspects = judged(facts, run.situation, model)

@@ -1,15 +1,14 @@
-"""A laboratory of RL runs that collapse from a known cause: a recurrent policy, trained with GRPO in numpy.
+"""A suite of RL runs that collapse from a known cause: a recurrent policy, trained with GRPO in numpy.
 
-The policy is a GRU over tokens. A prompt is a string of digits, and the answer its copy, its reverse or its digits in
-order. The policy first learns the task from poor examples (the base model) and then by GRPO: an engine samples a
-group of responses to each prompt, a verifier pays the share of right tokens, and a trainer scores the same tokens
-again and makes updates with PPO's clip and Adam. Every run is recorded with tim_trace.Recorder.
+The policy is a GRU over tokens. A prompt is a string of digits, and the answer is its copy, its reverse or its sorted
+digits. The policy first learns the task from poor examples (the base model), then by GRPO: an engine samples a group of
+responses to each prompt, a verifier rewards the share of correct tokens, and a trainer scores the same tokens again and
+makes updates with PPO's clip and Adam. Every run is recorded with tim_trace.Recorder.
 
-A run is a family (task, sizes, seeds, what is logged) and a switch: settings that change at one step, some of them
-faults of the engine, the verifier, the loss or the memory. Its twin is the family without the switch; random draws
-depend on (seed, purpose, step) alone, so that both are the same until then. The cause is known because the switch is
-all that differs, and the fall is measured on held-out prompts, which the policy of the trainer answers at temperature
-1 and the true reward judges.
+A run is a family (task, sizes, seeds, logged data) and a switch: settings that change at one step, some of them faults
+in the engine, the verifier, the loss or the memory. Its twin is the family without the switch; random draws depend only
+on (seed, purpose, step), so both are identical until then. The cause is known because only the switch differs. The
+collapse is measured on held-out prompts, which the trainer's policy answers at temperature 1 for the true reward.
 
     python recurrent.py -o FOLDER [--only NAME ...] [--seed N]
 
@@ -41,13 +40,13 @@ NUM_EVALUATION_PROMPTS = 104
 BASE_UPDATES, OFF_BY_ONE_SHARE, WRONG_TOKEN_SHARE = 1800, 0.55, 0.05
 FELL_BELOW, KEPT_ABOVE = 0.9, 0.95
 
-# purposes of random draws: each has its own stream for each step
+# purposes of random draws, each with its own stream per step
 PROMPTS, SAMPLING, EVALUATION, ORDER, NOISE, EXAMPLES, WEIGHTS, MEMORY = range(8)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds at one step of a run; the second half is sound by default, and faults switch it."""
+    """Settings at one step of a run; the second half is healthy by default, and faults change it."""
 
     task: str = "copy"
     seed: int = 0
@@ -98,7 +97,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Family:
-    """Settings that a twin and its faulty runs share, and what such a run records."""
+    """Settings that a twin and its faulty runs share, and the data they record."""
 
     settings: Settings
     logged: tuple[str, ...] = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length")
@@ -111,7 +110,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Run:
-    """A family and the settings that change at the step `begins`; `announced`: as hyperparameters, too."""
+    """A family and the settings that change at the step `begins`; `announced`: also logged as hyperparameters."""
 
     family: str
     cause: str = "sound"
@@ -154,7 +153,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def gru_step(weights: Weights, projected: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The next state, and what the backward needs: both gates, the candidate and its recurrent part."""
+    """Return the next state, and the inputs of the backward: both gates, the candidate and its recurrent part."""
     size = state.shape[1]
     recurrent = state @ weights["recurrent"]
     gates = sigmoid(projected[:, : 2 * size] + recurrent[:, : 2 * size])
@@ -178,7 +177,7 @@ def sample(
     top_k: int = 0,
     cache_noise: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Responses [B, T] padded after their end, their lengths, and the logprobs of the distribution sampled from."""
+    """Return responses [B, T] padded after their end, their lengths, and the logprobs of the sampling distribution."""
     state = np.zeros((len(prompts), len(weights["recurrent"])), np.float32)
     for tokens in prompts.T[:-1]:
         state = np.where((tokens != PAD)[:, None], gru_step(weights, project(weights, tokens), state)[0], state)
@@ -209,7 +208,7 @@ def sample(
 
 @dataclass
 class Forward:
-    """Log-probabilities of all tokens [B, T, V] at each place of the response, and what the backward needs."""
+    """Return the logprobs of all tokens [B, T, V] at each place of the response, and the inputs of the backward."""
 
     distribution: np.ndarray
     inputs: np.ndarray
@@ -270,7 +269,7 @@ def taken(distribution: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 class Adam:
-    """AdamW, with the gradient clipped by its norm before."""
+    """AdamW, after clipping the gradient by its norm."""
 
     def __init__(self, weights: Weights) -> None:
         self.first = {name: np.zeros_like(value) for name, value in weights.items()}
@@ -278,7 +277,7 @@ class Adam:
         self.count = 0
 
     def update(self, weights: Weights, gradient: Weights, settings: Settings) -> float:
-        """Change the weights and return the norm of the gradient before clipping."""
+        """Update the weights and return the gradient norm before clipping."""
         norm = float(np.sqrt(sum(float((value**2).sum()) for value in gradient.values())))
         clip = min(1.0, settings.max_grad_norm / (norm + 1e-6))
         self.count += 1
@@ -330,7 +329,7 @@ def encode(prompts: list[tuple[int, ...]]) -> np.ndarray:
 
 
 def true_rewards(task: str, prompts: list[tuple], responses: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The share of tokens that are right, the end included, of the longer of answer and response."""
+    """Return the share of correct tokens, including the end, out of the longer of answer and response."""
     wanted = [(*answer(task, digits), END) for digits in prompts]
     width = max(responses.shape[1], max(map(len, wanted)))
     expected = padded(wanted, width)
@@ -340,7 +339,7 @@ def true_rewards(task: str, prompts: list[tuple], responses: np.ndarray, lengths
 
 @functools.cache
 def base_model(task: str, hidden_size: int, prompt_lengths: tuple[int, int], seed: int) -> Weights:
-    """Weights that learned from poor examples: in many each digit is one too high, and some digits are wrong."""
+    """Return weights trained on poor examples: in many, each digit is one too high, and some digits are wrong."""
     settings = Settings(task=task, seed=seed, prompt_lengths=prompt_lengths)
     weights = initial_weights(hidden_size, generator(settings, WEIGHTS))
     adam = Adam(weights)
@@ -361,7 +360,7 @@ def base_model(task: str, hidden_size: int, prompt_lengths: tuple[int, int], see
 
 
 def evaluate(weights: Weights, settings: Settings, step: int) -> float:
-    """Mean true reward (0 to 1) of held-out prompts as this step has them, sampled with the trainer's own weights."""
+    """Return the mean true reward (0 to 1) on this step's held-out prompts, sampled with the trainer's own weights."""
     prompts = make_prompts(settings, NUM_EVALUATION_PROMPTS, generator(settings, EVALUATION), held_out=True)
     draw = generator(settings, EVALUATION, 1 + step)
     responses, lengths, _ = sample(weights, encode(prompts), settings.max_completion_length, draw)
@@ -372,7 +371,7 @@ def evaluate(weights: Weights, settings: Settings, step: int) -> float:
 
 
 def rounded(value: np.ndarray, precision: str) -> np.ndarray:
-    """float32 numbers as `bfloat16`, or as `intN` with one scale a tensor."""
+    """Round float32 numbers to `bfloat16`, or to `intN` with one scale per tensor."""
     if precision == "float32":
         return value
     if precision == "bfloat16":
@@ -383,14 +382,14 @@ def rounded(value: np.ndarray, precision: str) -> np.ndarray:
 
 
 class Engine:
-    """The side that samples, with copies of the trainer's weights; it may serve older or partly older ones."""
+    """The sampling side, with copies of the trainer's weights, which may be entirely or partly outdated."""
 
     def __init__(self) -> None:
         self.copies: deque[tuple[int, Weights]] = deque(maxlen=64)
         self.served: Weights = {}
 
     def synchronise(self, weights: Weights, version: int, settings: Settings) -> int:
-        """Take over the trainer's weights and return the policy version that is served."""
+        """Load the trainer's weights and return the policy version that is served."""
         self.copies.append(
             (version, {name: rounded(value, settings.engine_precision) for name, value in weights.items()})
         )
@@ -415,7 +414,7 @@ class Engine:
 
 
 def pay(settings: Settings, prompts: list[tuple], responses: np.ndarray, lengths: np.ndarray, step: int) -> np.ndarray:
-    """Rewards as the run's verifier gives them, in the range of the run, for the rows that it takes them for."""
+    """Return the verifier's rewards, in the run's range, for the rows to which it assigns them."""
     draw = generator(settings, NOISE, step)
     share = true_rewards(settings.task, prompts, responses, lengths)
     if settings.reward_rule == "inverted":
@@ -429,7 +428,7 @@ def pay(settings: Settings, prompts: list[tuple], responses: np.ndarray, lengths
 
 
 def rows_of(rows: str, lengths: np.ndarray, settings: Settings) -> np.ndarray:
-    """The row whose number each row receives."""
+    """Return the row whose value each row receives."""
     own = np.arange(len(lengths))
     if rows == "sorted_by_length":
         return np.argsort(lengths, kind="stable")
@@ -454,7 +453,7 @@ def advantages_of(rewards: np.ndarray, lengths: np.ndarray, settings: Settings) 
 
 
 class Trainer:
-    """The side that learns: the policy's weights, the optimizer and the reference."""
+    """The learning side: the policy's weights, the optimizer and the reference."""
 
     def __init__(self, settings: Settings) -> None:
         self.base = self.base_of(settings)
@@ -473,12 +472,12 @@ class Trainer:
         return self.base
 
     def score(self, weights: Weights, prompts: np.ndarray, responses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logprobs of the tokens, and the entropy at each."""
+        """Return the logprob of each token, and the entropy."""
         distribution = forward(weights, prompts, responses).distribution
         return taken(distribution, responses), -(np.exp(distribution) * distribution).sum(-1)
 
     def damage(self, settings: Settings, draw: np.random.Generator) -> None:
-        """Faults of memory and restarts, which change weights or optimizer state outside of any update."""
+        """Apply faults of memory and restarts, which change weights or optimizer state outside of updates."""
         if settings.gates_swapped_at_restart and not self.restarted:
             self.restarted = True
             size = settings.hidden_size
@@ -505,7 +504,7 @@ class Trainer:
         old: np.ndarray,
         reference: np.ndarray | None,
     ) -> dict[str, float]:
-        """One optimizer step over a minibatch; returns what is logged of it."""
+        """Perform one optimizer step on a minibatch and return its logged values."""
         done = forward(self.weights, prompts, responses)
         targets = np.roll(responses, 1, axis=1) if settings.update_targets == "shifted" else responses
         logprobs = taken(done.distribution, targets)
@@ -553,7 +552,7 @@ class Trainer:
         old: np.ndarray,
         reference: np.ndarray | None,
     ) -> dict[str, float]:
-        """All optimizer steps of one step; returns the means of what they log."""
+        """Perform all optimizer steps of one step and return the means of their logged values."""
         order = generator(settings, ORDER, step)
         updates = []
         for _ in range(settings.num_iterations):
@@ -615,7 +614,7 @@ def settings_at(run: Run, base: Settings, step: int) -> Settings:
 
 
 def train_run(run: Run, family: Family, folder: Path) -> list[float]:
-    """Train and record one run; returns its true evaluations."""
+    """Train and record one run, and return its true evaluations."""
     base = family.settings
     trainer, engine = Trainer(base), Engine()
     announced = set(run.changes) & set(RECORDED_SETTINGS) if run.announced else set()
@@ -703,7 +702,7 @@ def make_run(name: str, run: Run, seed: int, output: Path) -> None:
 
 
 def kept_share(folder: Path) -> float:
-    """The mean of the last fifth of the evaluations over that of the best fifth in a row."""
+    """Return the mean of the last fifth of the evaluations over that of the best consecutive fifth."""
     evaluations = json.loads((folder / "plan.json").read_text())["evaluations"]
     fifth = len(evaluations) // 5
     means = np.convolve(evaluations, np.ones(fifth) / fifth, "valid")

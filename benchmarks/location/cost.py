@@ -1,10 +1,10 @@
-"""What `tim-trace locate` costs, in forward passes of the same sequences, and the memory that it takes.
+"""Measure the cost of `tim-trace locate`, in forward passes of the same sequences, and its memory.
 
 python benchmarks/location/cost.py [--rows 8] [--tokens 512] [--layers 30] [--rounds 3]
 
-The model has the sizes of SmolLM2-135M and random weights; its step is recorded here. Timed in turns, in CPU time: the forward of
-all rows in float32 by transformers, two rows at a time, logits and all, and `locate` without patches between two attention
-kernels in float32.
+The model has the sizes of SmolLM2-135M and random weights; the script records a step. It alternates between the forward
+of all rows in float32 by transformers, two rows at a time, including logits, and `locate` without patches between two
+attention kernels in float32, and measures CPU time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def spent(run):
-    """CPU seconds, and what was run gave."""
+    """Return the CPU seconds of a call, and its result."""
     start = time.process_time()
     found = run()
     return time.process_time() - start, found

@@ -1,9 +1,9 @@
-"""Planted faults and harmless re-codings, written without knowledge of the locator.
+"""Planted faults and harmless rewrites, written without knowledge of the locator.
 
 `CASES` holds pairs of executions of small random models: B is `build(architecture)` after `make`, A the same without.
-A case with a `fault` says which module and operator differ first; a case without one computes the same in other
-words, so that only rounding differs. `python benchmarks/location/faults.py` measures every case without the
-locator and ends nonzero where a fault is too small or a harmless case too large.
+A case with a `fault` states which module and operator differ first; a case without one computes the same in another way,
+so that only rounding differs. `python benchmarks/location/faults.py` measures every case without the locator and exits
+nonzero if a fault is too small or a harmless case too large.
 """
 
 import copy
@@ -22,10 +22,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 VOCAB_SIZE = 304
-"""Rows of every embedding and head; tokens of the inputs are below `REAL_TOKENS`."""
+"""Number of rows of every embedding and head; input tokens are below `REAL_TOKENS`."""
 REAL_TOKENS = 290
 SPECIAL_TOKEN = 7
-"""A token that stands in every input, as an end of turn does."""
+"""A token that occurs in every input, like an end of turn."""
 INPUT_LENGTHS = (24, 41, 67, 101)
 
 
@@ -34,9 +34,9 @@ class Fault:
     """What B computes otherwise first."""
 
     modules: set[str]
-    """Names in `model.named_modules()`, any of which is a right answer; "" is the model itself."""
+    """Names in `model.named_modules()`, each of which is a right answer; "" is the model itself."""
     operators: set[str]
-    """Any of these is a right answer."""
+    """Operators, each of which is a right answer."""
     why: str
     """The code change in one line."""
 
@@ -52,7 +52,7 @@ class Case:
     fault: Fault | None
     """None: harmless."""
     inputs: list[Tensor] = field(repr=False)
-    """1-D token tensors, the longest last."""
+    """1-D token tensors, longest last."""
     arm_a: str = "dtype=fp32"
     arm_b: str = "dtype=fp32"
 
@@ -63,13 +63,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a small model of one architecture is built and what its parts are called."""
+    """How to build a small model of one architecture, and the names of its parts."""
 
     config_class: str
     model_class: str
     options: dict[str, object]
     attention: str = "sdpa"
-    """Kernel of A: soft caps and sinks need eager."""
+    """Attention kernel of A; soft caps and sinks need eager."""
     layers: str = "model.layers"
     attention_name: str = "self_attn"
 
@@ -359,7 +359,7 @@ def _swap(module: nn.Module, own: type) -> None:
 
 
 def _modeling(module: nn.Module) -> object:
-    """The transformers file that a module's class comes from."""
+    """Return the transformers file that defines a module's class."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("transformers.models."):
             return inspect.getmodule(cls)
@@ -367,7 +367,7 @@ def _modeling(module: nn.Module) -> object:
 
 
 def _bias_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """An additive float32 mask from what the model hands to its attention."""
+    """Return an additive float32 mask from the arguments of the model's attention."""
     lowest = torch.finfo(torch.float32).min
     if mask is None:
         places = torch.arange(query.shape[2]) + key.shape[2] - query.shape[2]
@@ -429,7 +429,7 @@ def _split_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Two halves of the keys apart, merged by their logsumexp, as flash decoding does."""
+    """Two halves of the keys computed separately, merged by their logsumexp, as in flash decoding."""
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     half = key.shape[2] // 2
     outputs, sums = [], []
@@ -539,7 +539,7 @@ RECODED_ATTENTION = {
 
 
 def _register(name: str, compute: Callable[..., Tensor]) -> str:
-    """Register `compute` as an attention kernel; soft caps and sinks are handed on."""
+    """Register `compute` as an attention kernel; soft caps and sinks are passed on."""
 
     def kernel(
         module: nn.Module,
@@ -563,13 +563,13 @@ def _register(name: str, compute: Callable[..., Tensor]) -> str:
 
 
 def _use_kernel(module: nn.Module, name: str) -> None:
-    """Let one attention module alone call another kernel; masks stay those of the model."""
+    """Make a single attention module call another kernel; masks stay the model's."""
     module.config = copy.copy(module.config)
     module.config._attn_implementation = name
 
 
 class OwnAttention:
-    """Projections, head norms, rotation, kernel and output projection as methods of their own, the same in sum."""
+    """Projections, head norms, rotation, kernel and output projection as separate methods, with the same result."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, N, D] each."""
@@ -634,7 +634,7 @@ class OwnAttention:
 
 
 class OwnMlp:
-    """Two projections, an activation and a product as methods of their own, the same in sum."""
+    """Two projections, an activation and a product as separate methods, with the same result."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if hasattr(self, "gate_up_proj"):
@@ -649,7 +649,7 @@ class OwnMlp:
 
 
 class OwnLayer:
-    """A layer of two residual additions with its norms before, or after as in OLMo 2."""
+    """A layer with two residual additions, and norms before them, or after as in OLMo 2."""
 
     def add(self, residual: Tensor, update: Tensor) -> Tensor:
         return residual + update * getattr(self, "residual_multiplier", 1.0)
@@ -673,7 +673,7 @@ class OwnLayer:
 
 
 def _norm_scale(norm: nn.Module) -> Tensor:
-    """What a norm multiplies by, in float32."""
+    """Return the factor of a norm, in float32."""
     return norm.weight.float() + (1.0 if "Gemma" in type(norm).__name__ else 0.0)
 
 
@@ -690,7 +690,7 @@ def _is_centred(norm: nn.Module) -> bool:
 
 
 class FusedNorm:
-    """All in float32, rounded once: the sum of squares by a product, the root divided by."""
+    """All in float32, rounded once: the sum of squares as a product, then division by the root."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
@@ -792,7 +792,7 @@ class ComplexRotary(OwnAttention):
 
 
 class InterleavedLayoutRotary(OwnAttention):
-    """Halves are woven into pairs, pairs rotated, and the weaving undone."""
+    """Halves are interleaved into pairs, the pairs rotated, and the interleaving undone."""
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         half = cos.shape[-1] // 2
@@ -880,7 +880,7 @@ class ChosenSoftmaxRouter:
 
 
 class NormalisedLogits:
-    """The model returns logprobs, logits less their logsumexp, as engines do."""
+    """The model returns logprobs (logits minus their logsumexp), like an engine."""
 
     def forward(self, *args: object, **options: object) -> object:
         output = super().forward(*args, **options)
@@ -980,7 +980,7 @@ class ShiftedWindow(OwnAttention):
 
 
 class SeenNextToken(OwnAttention):
-    """The causal mask is moved by one key: a token sees its successor."""
+    """The causal mask is shifted by one key: a token sees its successor."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         bias = _bias_of(mask, query, key)
@@ -989,7 +989,7 @@ class SeenNextToken(OwnAttention):
 
 
 class ForgottenTail(OwnAttention):
-    """The last block of keys is dropped where it is not full and another block is there."""
+    """The last block of keys is dropped if it is not full and there is another block."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         bias = _bias_of(mask, query, key)
@@ -1022,7 +1022,7 @@ class FirstChunkAlone(OwnAttention):
 
 
 class OtherBlock(OwnAttention):
-    """Keys and values of places 16 to 31 come from the cached block of another sequence."""
+    """Keys and values of positions 16 to 31 come from another sequence's cached block."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         key, value = key.clone(), value.clone()
@@ -1153,7 +1153,7 @@ class RepeatedPosition:
 
 
 class UnscaledUpdate(OwnLayer):
-    """The multiplier of the residual branch is left out behind the MLP."""
+    """The multiplier of the residual branch is missing after the MLP."""
 
     def add_mlp(self, residual: Tensor, update: Tensor) -> Tensor:
         return residual + update
@@ -1282,7 +1282,7 @@ def _set_config(name: str, value: object) -> Make:
 
 
 def _on_weight(path: str, change: Callable[[Tensor], Tensor], name: str = "weight") -> Make:
-    """Replace a parameter by what `change` makes of it."""
+    """Replace a parameter by the result of `change`."""
 
     def replace(module: nn.Module) -> None:
         parameter = getattr(module, name)
@@ -1304,7 +1304,7 @@ def _noise(shape: torch.Size, seed: int) -> Tensor:
 
 
 def _age(module: nn.Module, share: float = 0.05, norms: bool = True) -> None:
-    """Weights of an earlier update: every parameter moved by a share of its spread."""
+    """Weights of an earlier update: every parameter is moved by a fraction of its spread."""
     for i, (name, parameter) in enumerate(module.named_parameters()):
         if norms or "norm" not in name:
             spread = parameter.float().std().item()
@@ -1319,7 +1319,7 @@ def _add_adapter(linear: nn.Module, scale: float, seed: int) -> None:
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """The head is a copy of its own that missed the last update."""
+    """The head is a separate copy that missed the last update."""
     weight = model.get_output_embeddings().weight.detach().clone()
     moved = weight + (0.04 * weight.float().std() * _noise(weight.shape, 11)).to(weight.dtype)
     model.get_output_embeddings().weight = nn.Parameter(moved)
@@ -1373,7 +1373,7 @@ def _second_and_third(parameter: Tensor) -> Tensor:
 
 
 def _with_other_block(path: str) -> Make:
-    """Run another sequence, keep a block of its keys and values, and read it for every sequence."""
+    """Run another sequence, cache a block of its keys and values, and read it for every sequence."""
 
     def make(model: PreTrainedModel) -> None:
         attention = model.get_submodule(path)
@@ -1389,7 +1389,7 @@ def _with_other_block(path: str) -> Make:
 
 
 def _kernel_everywhere(kind: str) -> Make:
-    """The whole model calls a registered kernel that is written otherwise."""
+    """The whole model calls a registered kernel with a different implementation."""
 
     def make(model: PreTrainedModel) -> None:
         model.config._attn_implementation = _register(f"fifth_{kind}", RECODED_ATTENTION[kind])
@@ -1406,7 +1406,7 @@ def _wrong_kernel_in(path: str, name: str, change: Callable[..., Tensor]) -> Mak
 
 
 def _everywhere(suffixes: tuple[str, ...], own: type) -> Make:
-    """Mix a class into every module whose name ends so."""
+    """Mix a class into every module whose name ends with this suffix."""
 
     def make(model: PreTrainedModel) -> None:
         for name, module in list(model.named_modules()):
@@ -1421,7 +1421,7 @@ def _own_model(own: type) -> Make:
 
 
 def _nothing(model: PreTrainedModel) -> None:
-    """B is A; only the arms differ."""
+    """B is identical to A; only the arms differ."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1480,7 +1480,7 @@ def _fault_in(
     others: tuple[str, ...] = (),
     **arms: str,
 ) -> None:
-    """A fault in one part of a layer; `others` are parts that are as right an answer. "" is the layer itself."""
+    """A fault in one part of a layer; `others` are parts that are equally right answers. "" is the layer itself."""
     layer = _layer(architecture, index)
     path = f"{layer}.{part}" if part else layer
     modules = {path} | {f"{layer}.{other}" if other else layer for other in others}
@@ -2408,18 +2408,18 @@ _list_arms()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The check: what each case does to the logprobs, without the locator
+# The check: the effect of each case on the logprobs, without the locator
 
 FAULT_RATIO = 30.0
-"""A fault moves a logprob at least so many times as far as a harmless re-coding of the architecture does."""
+"""Minimum effect of a fault on a logprob, relative to harmless rewrites of the architecture."""
 HARMLESS_RATIO = 10.0
-"""A harmless case moves one at most so many times as far as the median, or as the dtype alone does."""
+"""Maximum effect of a harmless case, relative to their median or to the effect of the dtype alone."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @torch.no_grad()
 def _score(model: PreTrainedModel, inputs: list[Tensor], arm: str) -> list[Tensor]:
-    """Logprobs of each input's tokens from the second on, nats, in float32."""
+    """Return the logprobs of each input's tokens from the second on, in nats, in float32."""
     settings = dict(setting.split("=") for setting in arm.split(","))
     model = model.to(DTYPES[settings["dtype"]])
     if "attention" in settings:
@@ -2459,7 +2459,8 @@ def _distance(scores_a: list[Tensor], scores_b: list[Tensor], longest_alone: boo
 
 
 def measure(case: Case) -> float:
-    """Largest |d logprob| of a case, nats: a fault's in float32 on the longest input, a harmless one's in its arms."""
+    """Return a case's largest |d logprob|, in nats: of a fault in float32 on the longest input, of a harmless case in
+    its arms."""
     model_b = build(case.architecture)
     case.make(model_b)
     if case.fault is None:
@@ -2483,7 +2484,7 @@ def _dtype_noise(architecture: str, dtype: str) -> float:
 
 
 def main() -> int:
-    """Print every case with its effect; 1 where one is too small or too large."""
+    """Print every case with its effect; return 1 if one is too small or too large."""
     torch.set_num_threads(1)
     chosen = sys.argv[1:] or list(ARCHITECTURES)
     num_bad = 0
@@ -2496,7 +2497,7 @@ def main() -> int:
             if case.fault is None and case.make is not _nothing and "dtype=fp32" == case.arm_a == case.arm_b
         ]
         rounding = statistics.median(recodings)
-        print(f"{architecture}: median harmless re-coding in float32 {rounding:.1e} nats")
+        print(f"{architecture}: median harmless rewrite in float32 {rounding:.1e} nats")
         for case in cases:
             effect = effects[case.name]
             dtypes = {arm.split(",")[0].removeprefix("dtype=") for arm in (case.arm_a, case.arm_b)} - {"fp32"}

@@ -1,11 +1,11 @@
-"""Hold `tim-trace locate` against planted faults of code and harmless pairs: which layer and operator it names first.
+"""Score `tim-trace locate` on planted code faults and harmless pairs: which layer and operator it names first.
 
 python benchmarks/location/look.py [--bf16 | --arms] [--only WORD,WORD]
 
-Of each case the longest row is recorded, or all rows in one forward where its arms differ in batches or padding, with the first model's
-weights; the second model's code is put into the second of the two arms that the case names. `--bf16` looks at the faults alone, with
-bfloat16 on both sides in the place of float32. `--arms` looks at every architecture with every pair of arms that the list's harmless
-cases name, and changes no code.
+For each case, the longest row is recorded (all rows in one forward if its arms differ in batches or padding) with the
+first model's weights; the second model's code runs in the second of the case's two arms. `--bf16` tests only the
+faults, with bfloat16 instead of float32 on both sides. `--arms` tests every architecture with every pair of arms that
+the list's harmless cases name, and changes no code.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KINDS = {
     "gate": "router", "router": "router", "experts": "experts", "lm_head": "head", "embed_out": "head", "log_softmax": "log_softmax",
     "act_fn": "activation", "act": "activation", "gelu_impl": "activation", "activation_fn": "activation",
 }  # fmt: skip
-"""What `locate` calls an operator -> its word in the list."""
+"""The list's word for each operator name of `locate`."""
 
 
 def main():
@@ -63,7 +63,7 @@ def main():
 
 
 def every_pair_of_arms():
-    """Every architecture with every pair of arms, by name."""
+    """Return every architecture with every pair of arms, by name."""
     pairs = dict.fromkeys((case.arm_a, case.arm_b) for case in CASES if case.fault is None and case.arm_a != case.arm_b)
     inputs = {case.architecture: case.inputs for case in CASES}
     return [
@@ -77,7 +77,7 @@ def every_pair_of_arms():
 
 
 def look(case, arm, against):
-    """Locate one case: how it ended, and the answer in words."""
+    """Locate one case, and return the outcome and the answer in words."""
     are_batches = any(word in f"{case.arm_a},{case.arm_b}" for word in ("padding", "batch"))
     rows = [row.numpy() for row in case.inputs[-(len(case.inputs) if are_batches else 1) :]]
 
@@ -105,14 +105,14 @@ def look(case, arm, against):
 
 
 def is_right(fault, first):
-    """Whether the planted layer and one of its operators are named, on the second side."""
+    """Return True if the planted layer and one of its operators are named, on the second side."""
     layers = {layer_of(module) for module in fault.modules}
     at_layer = first.layer in layers or any({first.layer, each} == {None, 0} for each in layers)
     return at_layer and first.side == "b" and bool(words(first.kind) & set(fault.operators))
 
 
 def words(kind):
-    """The words of the list that an answer may stand for."""
+    """Return the words of the list that match an answer."""
     if kind == "activation":
         return {"gate_up_product", "activation"}
     if kind == "logits":

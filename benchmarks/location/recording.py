@@ -1,4 +1,4 @@
-"""Traces of one step of a model, scored by nobody: what `tim-trace locate` computes again."""
+"""Record traces of one step of a model, without logprobs, for `tim-trace locate`."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from tim_trace.tracer.recorder import Recorder
 
 
 def recorded(folder, model, prompts, responses, rows_a_forward):
-    """Record one step of rows of token ids, `rows_a_forward` of them in each forward, and return the folder."""
+    """Record one step with rows of token ids, `rows_a_forward` per forward, and return the folder."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(vars(model.config))
     config["experts_implementation"] = "eager"
     attention = getattr(model.config, "_attn_implementation", "eager")
@@ -28,7 +28,7 @@ def recorded(folder, model, prompts, responses, rows_a_forward):
 
 
 def drawn(path, config, initialise):
-    """Build the model class at `path` from a config, with weights that `initialise` draws."""
+    """Build the model class at `path` from a config, with weights drawn by `initialise`."""
     module, _, name = path.rpartition(".")
     model_class = getattr(importlib.import_module(module), name)
     model = model_class(model_class.config_class.from_dict(config)).eval()
@@ -37,6 +37,6 @@ def drawn(path, config, initialise):
 
 
 def rows(vocab, num_rows, lengths, seed=0):
-    """Draw rows of token ids, with lengths from the first of `lengths` to below the second."""
+    """Draw rows of token ids, with lengths from `lengths[0]` to below `lengths[1]`."""
     draw = np.random.default_rng(seed)
     return [draw.integers(5, vocab, draw.integers(*lengths)) for _ in range(num_rows)]

@@ -1,4 +1,4 @@
-"""Record a step of a Gemma 2 whose attention drops its soft cap: transformers' sdpa does.
+"""Record a step of a Gemma 2 whose attention omits its soft cap, as transformers' sdpa does.
 
 python benchmarks/location/softcap.py -o runs/gemma2
 tim-trace locate runs/gemma2 --against attention=eager

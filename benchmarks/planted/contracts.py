@@ -1,4 +1,4 @@
-"""The contracts that the frameworks of a scenario would record, in the form of the hooks."""
+"""The contracts that a scenario's frameworks would record, in the form written by the hooks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MODES = {
     "processed_logprobs": "the logits after temperature, penalties and truncation: the distribution sampled from",
 }
 _NAMES = (("vllm", "trl"), ("sglang", "slime"), ("vllm", "verl"), ("sglang", "verl"), ("vllm", "prime-rl"))
-"""Engine and trainer, as a partial contract names them."""
+"""Engine and trainer, as named in a partial contract."""
 
 
 def rollout_contract(
     scenario: Scenario, belief: Mapping[str, Any], level: str, replica: int | None
 ) -> dict[str, Any] | None:
-    """The engine's contract; None where nothing is known of it."""
+    """Return the engine's contract; None if nothing is known about it."""
     own = {} if replica is None else {"replica": replica}
     if level == NONE:
         return None
@@ -74,7 +74,7 @@ def rollout_contract(
 
 
 def train_contract(scenario: Scenario, belief: Mapping[str, Any], level: str) -> dict[str, Any] | None:
-    """The trainer's contract; None where nothing is known of it."""
+    """Return the trainer's contract; None if nothing is known about it."""
     if level == NONE:
         return None
     if belief.get("same_engine"):

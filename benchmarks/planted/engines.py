@@ -19,16 +19,16 @@ from transformers import DynamicCache
 
 @dataclass(slots=True)
 class Decoded:
-    """What an engine sampled, or what it thinks of tokens that it was given."""
+    """Tokens that an engine sampled or was given, with its logprobs."""
 
     ids: Tensor
     """[B, T] int64, PAD after the end token."""
     lengths: Tensor
-    """[B] response tokens, the end token among them."""
+    """[B] number of response tokens, including the end token."""
     logprobs: Tensor
     """[B, T] float32 nats, 0.0 after the end token."""
     experts: Tensor | None = None
-    """[B, P + T - 1, L, S] chosen experts of every token that went through the model; None without routers."""
+    """[B, P + T - 1, L, S] experts chosen for every token that went through the model; None without routers."""
 
 
 @torch.no_grad()
@@ -43,12 +43,11 @@ def decode(
     lengths_B: Tensor | None = None,
     injected_BT: Tensor | None = None,
 ) -> Decoded:
-    """Sample responses token by token with a cache, or score given ones by the same steps.
+    """Sample responses token by token with a cache, or score given ones with the same steps.
 
-    `injected_BT` puts in tokens that others wrote, such as a tool's output, where it is not -1.
-
-    The steps run until the longest response ends, all rows in one batch, so that forcing an engine's own tokens gives
-    its own log-probabilities bit for bit.
+    `injected_BT` inserts tokens from elsewhere, such as a tool's output, where it is not -1. The steps run until the
+    longest response ends, with all rows in one batch, so that forcing an engine's own tokens reproduces its
+    log-probabilities bit for bit.
     """
     forced = forced_BT is not None
     steps = forced_BT.shape[1] if forced else max_tokens
@@ -84,14 +83,14 @@ def decode(
 
 
 def _drawn(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token [B] of each row of probabilities [B, V], by inverting the cumulative distribution."""
+    """Sample a token [B] from each row of probabilities [B, V], by inverting the cumulative distribution."""
     mass = probs.double().cumsum(-1)
     place = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64) * mass[:, -1:]
     return torch.searchsorted(mass, place, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 class _Engine:
-    """A model with its cache, or two that share one while weights are swapped."""
+    """A model with its cache, or two models that share a cache while weights are swapped."""
 
     def __init__(self, side: Side, prompts_BP: Tensor):
         self.side, self.prompts = side, prompts_BP
@@ -106,14 +105,14 @@ class _Engine:
         self._took: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, H] -> [B, V], each row by the weights that it has reached."""
+        """Map [B, H] to [B, V], each row with the weights that it has reached."""
         logits = output_logits(self.model, self.side, hidden)
         if self._took is None:
             return logits
         return torch.where(self._took[:, None], output_logits(self.later, self.side, hidden), logits)
 
     def prefill(self) -> Tensor:
-        """Last hidden states [B, H] of the prompts."""
+        """Return last hidden states [B, H] of the prompts."""
         side, start = self.side, 0
         if side.prefix is not None:
             state, start = side.prefix
@@ -122,7 +121,7 @@ class _Engine:
         return self._run(self.prompts[:, start:], start, step=0)
 
     def step(self, token: Tensor, step: int) -> Tensor:
-        """Last hidden states [B, H] after one more token."""
+        """Return last hidden states [B, H] after one more token."""
         hidden = self._run(token[:, None], self.position, step=step + 1)
         self.position += 1
         return hidden
@@ -139,7 +138,7 @@ class _Engine:
         return hidden
 
     def _run_both(self, ids: Tensor, start: int, step: int) -> Tensor:
-        """Each row by the weights that it has reached, into one cache."""
+        """Run each row with the weights that it has reached, into one cache."""
         other = copy.deepcopy(self._cache)
         first = last_hidden(self.model, self.side, ids, start, self._cache)[:, -1]
         second = last_hidden(self.later, self.side, ids, start, other)[:, -1]
@@ -157,12 +156,12 @@ class _Engine:
             self._stack.enter_context(told(router, lambda layer=layer: self._chosen(layer)))
 
     def _chosen(self, layer: int) -> Tensor:
-        """[B * n, S] the experts that the tokens now in the model are to have."""
+        """Return the [B * n, S] experts that the current tokens must use."""
         start, end = self._span
         return self.side.experts[:, start:end, layer].flatten(0, 1).clamp(min=0)
 
     def experts(self) -> Tensor | None:
-        """[B, tokens, L, S] what the routers chose."""
+        """Return the [B, tokens, L, S] choices of the routers."""
         self._stack.close()
         rows = len(self.prompts)
         layers = [torch.cat([part.view(rows, -1, part.shape[-1]) for part in parts], 1) for parts in self._seen]

@@ -1,4 +1,4 @@
-"""From hidden states to the log-probabilities that a pass records.
+"""Compute the log-probabilities that a pass records from hidden states.
 
 Shapes: N tokens, H hidden units, V vocabulary, R padded rows.
 """
@@ -25,7 +25,7 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def process(self, logits: Tensor) -> Tensor:
-        """Logits [N, V] after temperature, and -inf where truncation cuts."""
+        """Return logits [N, V] after temperature, with -inf for tokens cut by truncation."""
         logits = logits / self.temperature if self.temperature != 1.0 else logits
         if self.top_k > 0:
             least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
@@ -41,23 +41,23 @@ class Sampling:
 
 
 UNCHANGED = Sampling()
-"""Draws from the model's own distribution."""
+"""Sampling from the model's own distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
-    """What turns a model's last hidden state into recorded log-probabilities."""
+    """The computation from a model's last hidden state to recorded log-probabilities."""
 
     sampling: Sampling = UNCHANGED
-    """What is applied to the logits before the log-softmax; neutral: nothing."""
+    """Settings applied to the logits before the log-softmax; neutral: none."""
     matmul: torch.dtype | None = None
     """dtype of the matrix product with the embedding; None is the model's own."""
     softmax: torch.dtype = torch.float32
     padded_rows: Tensor | None = None
-    """[R, H] rows of the output matrix beyond the vocabulary; None where there are none."""
+    """[R, H] rows of the output matrix beyond the vocabulary; None if there are none."""
 
     def logits(self, hidden: Tensor, weight: Tensor, cap: float | None = None) -> Tensor:
-        """Hidden states [N, H] and the output matrix [V, H] -> float32 logits [N, V + R]."""
+        """Return float32 logits [N, V + R] from hidden states [N, H] and the output matrix [V, H]."""
         if self.padded_rows is not None:
             weight = torch.cat([weight, self.padded_rows.to(weight.dtype)])
         dtype = self.matmul or hidden.dtype
@@ -65,9 +65,9 @@ class Head:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Logits [N, V + R] -> float32 log-probabilities [N, V + R]."""
+        """Return float32 log-probabilities [N, V + R] from logits [N, V + R]."""
         return self.sampling.process(logits).to(self.softmax).log_softmax(-1).float()
 
 
 PLAIN = Head()
-"""The log-softmax of the model's own logits."""
+"""Return the log-softmax of the model's own logits."""

@@ -1,4 +1,4 @@
-"""A small language that models learn: chains of words, then the answer to a task on digits, cut by a real BPE tokenizer."""
+"""A small language for models to learn: word chains, then the answer to a digit task, with a real BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PAD, EOS = 0, 1
 _TASKS = {"sort": sorted, "copy": list, "flip": lambda digits: digits[::-1]}
 _NUM_SUCCESSORS = 5
 _RARE = 0.01
-"""Share of words from outside of the chain: the vocabulary has a tail."""
+"""Share of words from outside the chain, which give the vocabulary a tail."""
 _LEXICON_A_TOKEN = 1.2
-"""Words of the lexicon per token of the vocabulary: enough different text for that many merges."""
+"""Number of words in the lexicon per vocabulary token: enough different text for that many merges."""
 
 
 @dataclass(kw_only=True)
 class Language:
-    """The prompts, answers, rewards and tokenizer that one model is trained on."""
+    """Prompts, answers, rewards and tokenizer on which one model is trained."""
 
     seed: int
     vocabulary: int
-    """Tokens that the tokenizer may have."""
+    """Maximum number of tokens in the tokenizer."""
     words: tuple[int, int]
-    """Fewest and most words before an answer."""
+    """Minimum and maximum number of words before an answer."""
     num_active: int = 120
-    """Words that the chain visits; the others appear now and then."""
+    """Number of words that the chain visits; the others appear occasionally."""
     tokenizer: Tokenizer = field(init=False)
     _older: Tokenizer | None = field(init=False, default=None)
 
@@ -71,7 +71,7 @@ class Language:
         return _TASKS[words[place]](words[place + 1 :])
 
     def reward(self, prompt: str, response: str) -> float:
-        """The share of the answer's digits that are in place, in 0..1, with a tenth for ending at all."""
+        """Return the share of the answer's digits that are in place (0 to 1), including a tenth for ending at all."""
         right = self.answer(prompt)
         if "=" not in response:
             return 0.0
@@ -79,25 +79,25 @@ class Language:
         return 0.1 + 0.9 * sum(a == b for a, b in zip(right, given, strict=False)) / max(len(right), len(given))
 
     def tool_output(self, chance: random.Random, num_words: int) -> str:
-        """What a tool would say: words of the lexicon and digits, in no order that a model could learn."""
+        """Return a tool's output: words of the lexicon and digits, in an order that no model could learn."""
         return " ".join(
             str(chance.randrange(10)) if chance.random() < 0.4 else chance.choice(self._lexicon)
             for _ in range(num_words)
         )
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without an end token."""
+        """Return a text's token ids, without an end token."""
         return list(self.tokenizer.encode(text).ids)
 
     def typical_lengths(self) -> tuple[int, int]:
-        """Median tokens of a prompt and of a response that a teacher gives."""
+        """Return the median number of tokens of a prompt and of a teacher's response."""
         chance = random.Random(self.seed)
         prompts = [self.prompt(chance, chance.randint(2, 6)) for _ in range(50)]
         responses = [self.response(chance, prompt) for prompt in prompts]
         return tuple(sorted(len(self.encode(text)) for text in texts)[25] for texts in (prompts, responses))
 
     def encode_with_fewer_merges(self, text: str) -> list[int]:
-        """Text -> token ids by an older file of the same tokenizer, which lacks the last tenth of the merges."""
+        """Return a text's token ids in an older file of the tokenizer, which lacks the last tenth of the merges."""
         if self._older is None:
             saved = json.loads(self.tokenizer.to_str())
             merges = saved["model"]["merges"]
@@ -106,7 +106,7 @@ class Language:
         return list(self._older.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Token ids -> text, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode([token for token in ids if token > EOS]))
 
     def _corpus(self, chance: random.Random) -> list[str]:
@@ -116,7 +116,7 @@ class Language:
 
 
 def _lexicon(chance: random.Random, count: int, vocabulary: int) -> list[str]:
-    """Words of consonants and vowels; a small vocabulary has fewer letters and shorter words."""
+    """Return words of consonants and vowels; a small vocabulary has fewer letters and shorter words."""
     consonants, vowels = ("bdklmnrst", "aeio") if vocabulary < 100 else ("bcdfghjklmnprstvz", "aeiou")
     longest = 2 if vocabulary < 100 else 4
     words: dict[str, None] = {}

@@ -20,7 +20,7 @@ _GROUP = 8
 _GROUPS = 4
 _LOW_RANK = 4
 _LOW_RANK_RATE = 5.0
-"""An adapter learns with a larger rate than the weights themselves, as is usual."""
+"""Adapters use a larger learning rate than full weights, as usual."""
 
 
 def taught(module: Any, language: Language, recipe: Recipe) -> None:
@@ -48,7 +48,7 @@ def _examples(language: Language, chance: random.Random, count: int, max_tokens:
 
 
 def reinforced_versions(module: Any, model: TinyModel, count: int) -> list[State]:
-    """The weights before and after each of `count` policy-gradient updates."""
+    """Return the weights before and after each of `count` policy-gradient updates."""
     chance, generator = _chances(model, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=model.recipe.learning_rate, weight_decay=0.0)
     versions = [_copy(module.state_dict())]
@@ -60,7 +60,7 @@ def reinforced_versions(module: Any, model: TinyModel, count: int) -> list[State
 
 
 def low_rank_versions(module: Any, model: TinyModel, count: int) -> list[State]:
-    """Merged weights before and after each of `count` updates of a LoRA adapter; the module stays unchanged.
+    """Return merged weights before and after each of `count` updates of a LoRA adapter; the module stays unchanged.
 
     A weight W becomes W + 2 B A with A of rank 4 (Hu et al. 2021, arXiv 2106.09685), on every matrix inside the layers.
     """
@@ -97,7 +97,7 @@ def _chances(model: TinyModel, salt: int) -> tuple[random.Random, torch.Generato
 def _sample(
     model: TinyModel, state: State, chance: random.Random, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prompts [B, P], responses [B, T], lengths [B] and advantages [B] of one step."""
+    """Return prompts [B, P], responses [B, T], lengths [B] and advantages [B] of one step."""
     texts, prompts = model.prompts(chance, _GROUPS)
     prompts = prompts.repeat_interleave(_GROUP, 0)
     done = decode(model.side(state), prompts, model.recipe.max_tokens, sampling=Sampling(), generator=generator)
@@ -111,14 +111,14 @@ def _sample(
 
 
 def advantages(rewards: Tensor, group: int) -> Tensor:
-    """Rewards [B] -> advantages [B]: less the group's mean, over its spread (GRPO, arXiv 2402.03300)."""
+    """Return [B] rewards minus the group's mean, divided by its standard deviation (GRPO, arXiv 2402.03300)."""
     by_group = rewards.view(-1, group)
     spread = by_group.std(1, keepdim=True) if group > 1 else torch.zeros(1)
     return ((by_group - by_group.mean(1, keepdim=True)) / (spread + 1e-4)).view(-1)
 
 
 def _loss(module: Any, prompts: Tensor, ids: Tensor, lengths: Tensor, advantage: Tensor) -> Tensor:
-    """Mean over the response tokens of -advantage * logprob."""
+    """Return the mean of -advantage * logprob over the response tokens."""
     width = prompts.shape[1]
     logits = module(input_ids=torch.cat([prompts, ids], 1)[:, :-1]).logits[:, width - 1 :]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]

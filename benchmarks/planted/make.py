@@ -1,10 +1,10 @@
-"""Make traces with planted faults, and healthy ones.
+"""Generate traces with planted faults, and healthy ones.
 
 python benchmarks/planted/make.py --split tuning -o runs/planted/tuning     # about ten minutes on one core
 python benchmarks/planted/score.py runs/planted/tuning
 
-Each trace is a folder with `trace` and `label.json`. The tiny models are kept in `--models` and trained when they are
-missing, a few minutes a split.
+Each trace is a folder with `trace` and `label.json`. The tiny models are stored in `--models` and trained if they are
+missing, which takes a few minutes per split.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
         healthy.rounding, healthy.equal,
     )
 }  # fmt: skip
-"""Code -> what plants it: (scenario, index of the trace, chance) -> fault; may change the scenario to fit it."""
+"""By code, the function that plants a fault, from (scenario, trace index, random draws); it may adapt the scenario."""
 
 HEALTHY = ("rounding", "equal")
 
 HEALTHY_A_FAULT = 4
-"""Traces with plain rounding for each trace of one fault: false alarms are rare, and counting them takes many."""
+"""Number of healthy traces per trace of one fault: false alarms are rare, so counting them takes many."""
 
 _LEAST_MERGED = 100
-"""Vocabulary from which on a text has more than one cutting into tokens."""
+"""Smallest vocabulary with which a text has more than one tokenisation."""
 
 _ON_MIXTURES_TOO = ("stale_weights", "temperature", "truncation", "partial_sync", "change_inside_sequence", "equal")
 
@@ -55,7 +55,7 @@ _KEEP_ONE_UPDATE_A_STEP = ("stale_weights", "partial_sync", "change_inside_seque
 
 _ATTEMPTS = 5
 _ATTEMPT = 1000
-"""Added to the seed of another attempt."""
+"""Added to the seed for another attempt."""
 
 _MOST_TOKENS = 30_000
 _MOST_SAMPLING_STEPS = 700
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--split", choices=SPLITS, default="tuning")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the traces")
     parser.add_argument(
-        "--models", type=Path, default=Path("runs/planted/models"), help="folder that keeps the trained models"
+        "--models", type=Path, default=Path("runs/planted/models"), help="folder for the trained models"
     )
     parser.add_argument("--per-fault", type=int, default=12, help="traces of each fault")
     parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="CODE")
@@ -81,7 +81,7 @@ def main() -> None:
 def make(
     split: Split, output: Path, models: Path, per_fault: int, codes: list[str], seed: int, *, force: bool = False
 ) -> int:
-    """Write the traces of a split and return how many there are; those of each fault come in turn."""
+    """Write the traces of a split, alternating between faults, and return their number."""
     loaded = {recipe.name: load(recipe, models) for recipe in split.recipes}
     count = 0
     for index in range(per_fault * HEALTHY_A_FAULT):
@@ -104,7 +104,7 @@ def one(split: Split, loaded: dict[str, TinyModel], folder: Path, code: str, ind
     for attempt in range(_ATTEMPTS):
         scenario, fault, recording, own = planned(split, loaded, code, index, seed + _ATTEMPT * attempt)
         steps = simulate(scenario, fault)
-        # Without a fault the two sides choose the same experts; a pair that rounding made differ is no plain rounding.
+        # Without a fault, both sides choose the same experts; a trace in which rounding changes choices is not healthy.
         if code not in HEALTHY or not any(bool(step.disagreeing[step.tokens].any()) for step in steps):
             break
     write(folder, scenario, fault, steps, recording, split.name, own)
@@ -113,7 +113,7 @@ def one(split: Split, loaded: dict[str, TinyModel], folder: Path, code: str, ind
 def planned(
     split: Split, loaded: dict[str, TinyModel], code: str, index: int, seed: int
 ) -> tuple[Scenario, Fault, Recording, int]:
-    """A trace before it is made: its scenario, its fault, what is recorded of it, and its seed."""
+    """Return a planned trace: its scenario, fault, recorded data and seed."""
     own = split.seed + 10_000 * seed + 100 * list(FAULTS).index(code) + index
     chance = random.Random(own)
     scenario = _scenario(split, loaded, code, index, own, chance)
@@ -147,7 +147,7 @@ def _scenario(
 
 
 def _fit(scenario: Scenario) -> None:
-    """Keep a trace within the most tokens and the most steps of sampling: long runs have the shorter responses."""
+    """Limit a trace's tokens and sampling steps: long runs get shorter responses."""
     while scenario.num_steps * scenario.num_rows * scenario.max_tokens > 2 * _MOST_TOKENS and scenario.num_groups > 2:
         scenario.num_groups //= 2
     scenario.max_tokens = min(scenario.max_tokens, max(24, _MOST_SAMPLING_STEPS // scenario.num_steps))

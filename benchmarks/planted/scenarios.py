@@ -22,12 +22,12 @@ NUMERICS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32-autocast": ({"dtype": _FP32}, {"dtype": _FP32, "autocast": _BF16}),
     "tf32-fp32": ({"dtype": _FP32, "input_bits": 10}, {"dtype": _FP32}),
 }
-"""Name -> the engine's numerics and the trainer's: see Side. Two that round alike differ in their batches and shards."""
+"""Numerics of engine and trainer (see Side), by name. Two sides that round alike differ in batches and shards."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scenario:
-    """The settings of one trace: model, numerics, shapes and sampling; its fault is apart."""
+    """The settings of one trace, without its fault: model, numerics, shapes and sampling."""
 
     model: TinyModel
     seed: int
@@ -42,24 +42,24 @@ class Scenario:
     """The trainer's weights by policy version."""
     max_tokens: int = 0
     num_prompts: int = 0
-    """Size of the prompt set that steps draw from; 0: every step has new prompts."""
+    """Size of the prompt set from which steps draw; 0: every step has new prompts."""
     tool_words: int = 0
-    """Words of tool output inside each response; 0: no tool."""
+    """Number of words of tool output in each response; 0: no tool."""
     prompt_tail: int = 0
-    """Last prompt tokens that the trainer counts as response tokens."""
+    """Number of final prompt tokens that the trainer counts as response tokens."""
     engine_rows: int = 64
     trainer_rows: int = 8
     replayed_routing: bool = False
-    """Whether the engine without the fault replays the trainer's choices of experts."""
+    """If True, the engine without the fault replays the trainer's expert choices."""
     same_engine: bool = False
-    """Whether the trainer scores by decoding as the engine does, so that both agree to the bit."""
+    """If True, the trainer scores by decoding like the engine, so that both agree bit for bit."""
 
     @property
     def num_rows(self) -> int:
         return self.num_groups * self.group_size
 
     def version(self, index: int) -> int:
-        """Policy version of the trainer's weights at the step of this index."""
+        """Return the policy version of the trainer's weights at the step with this index."""
         return min(self.first_version + self.versions_a_step * index, len(self.states) - 1)
 
     def rollout(self, version: int) -> Side:
@@ -74,7 +74,7 @@ class Scenario:
         if self.same_engine:
             return self.rollout(version)
         numerics = NUMERICS[self.numerics][1]
-        # The other kernels leave out the soft cap of attention scores, which would be a fault.
+        # The other kernels omit the soft cap of attention scores, which would be a fault.
         capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
         attention = "eager" if capped else "sdpa"
         return self.model.side(

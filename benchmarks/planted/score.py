@@ -1,12 +1,13 @@
-"""Judge traces with planted faults by `tim-trace check`, and print what it takes them for.
+"""Run `tim-trace check` on traces with planted faults, and score its findings.
 
 python benchmarks/planted/score.py runs/planted/tuning [runs/planted/heldout]
 
-A fault is detectable when the rms of d over the tokens that it reaches is more than twice the rms of d of the same
-trace without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and a
-copied pass does when there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted
-code; of stale, partly synchronised, quantised weights and a missing adapter it is `weights_differ`, or `computation_differs`
-where the mismatch has its full size from the first step on, since a replay tells these apart. A false alarm is a healthy trace that check fails.
+A fault is detectable if the rms of d over the tokens that it affects is more than twice the rms of d of the same trace
+without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and so does
+a copied pass if there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted code.
+For stale, partly synchronised or quantised weights and a missing adapter, this code is `weights_differ`, or
+`computation_differs` if the mismatch has its full size from the first step on, since only a replay tells these apart. A
+false alarm is a healthy trace that check fails.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tim_trace.schemas.errors import NothingToCompare
 HEALTHY = ("rounding", "equal")
 WEIGHT_CAUSES = ("stale_weights", "partial_sync", "adapter", "quantised")
 OF_WEIGHTS = ("weights_differ", "computation_differs")
-"""Codes that are right where the weights differ."""
+"""Codes that are right if the weights differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What check said of one trace."""
+    """The answer of check for one trace."""
 
     name: str
     label: dict[str, Any]
@@ -43,7 +44,7 @@ class Verdict:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """Codes of the findings that are right."""
+        """Return the codes of findings that are right."""
         return expected(self.code)
 
     @property
@@ -64,19 +65,19 @@ class Verdict:
 
 
 def expected(code: str) -> tuple[str, ...]:
-    """Codes of the findings that are right for a planted code."""
+    """Return the codes of findings that are right for a planted code."""
     return OF_WEIGHTS if code in WEIGHT_CAUSES else (code,)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of traces, as make.py writes them")
-    parser.add_argument("--json", type=Path, help="write each trace's verdict to this file, one a line")
+    parser.add_argument("--json", type=Path, help="write each trace's verdict to this file, one per line")
     parser.add_argument("--only", nargs="*", help="codes to judge")
     given = parser.parse_args()
     verdicts = [verdict for folder in given.folders for verdict in judge(folder, given.only)]
     if not verdicts:
-        parser.error("no traces there; make some with benchmarks/planted/make.py")
+        parser.error("no traces found; generate some with benchmarks/planted/make.py")
     if given.json:
         given.json.write_text("".join(json.dumps(_plain(verdict)) + "\n" for verdict in verdicts))
     by_split = defaultdict(list)
@@ -97,7 +98,7 @@ def judge(folder: Path, only: Iterable[str] | None = None) -> Iterable[Verdict]:
 
 
 def checked(folder: Path) -> tuple[tuple[str, ...], bool]:
-    """Codes of what check finds in the trace of a folder, most probable first, and whether it fails; none where it refuses."""
+    """Return check's codes for a folder's trace, most probable first, and whether it fails; none if it refuses."""
     from tim_trace.analysis.check.check import check
 
     try:
@@ -108,7 +109,7 @@ def checked(folder: Path) -> tuple[tuple[str, ...], bool]:
 
 
 def report(split: str, verdicts: list[Verdict]) -> str:
-    """Text: confusion, accuracy, false alarms, and each trace that was taken for something else."""
+    """Return as text: confusion, accuracy, false alarms, and each trace with a wrong answer."""
     faults = [verdict for verdict in verdicts if not verdict.is_healthy]
     healthy = [verdict for verdict in verdicts if verdict.is_healthy]
     detectable = [verdict for verdict in faults if verdict.is_detectable]

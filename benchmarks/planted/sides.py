@@ -1,4 +1,4 @@
-"""One side of a comparison: a model with its weights and numerics, and what is wrong with it.
+"""One side of a comparison: a model with its weights, numerics and faults.
 
 Shapes: B sequences, P prompt tokens, T response tokens, N tokens, H hidden units, V vocabulary, L layers, S experts.
 """
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """One of the two that score: weights, numerics, and what is wrong with it."""
+    """One of the two scoring sides: weights, numerics and faults."""
 
     config: Any
     state: State
@@ -32,26 +32,26 @@ class Side:
     autocast: torch.dtype | None = None
     attention: str = "sdpa"
     shards: int = 1
-    """Parts that each matrix product inside the layers is cut in, as tensor parallelism does; their sum is rounded."""
+    """Number of parts of each matrix product in the layers, as in tensor parallelism; their sum is rounded."""
     input_bits: int | None = None
-    """Mantissa bits that matrix products inside the layers take of their inputs: 10 is TF32; None is all."""
+    """Mantissa bits of their inputs that matrix products in the layers use: 10 is TF32; None is all."""
     rows: int = 64
-    """Sequences of a forward, when whole sequences are scored."""
+    """Number of sequences per forward when whole sequences are scored."""
     head: Head = PLAIN
     prefix: tuple[State, int] | None = None
-    """Weights that computed the keys and values of the first so many prompt tokens; None is its own."""
+    """Weights that computed the keys and values of the first prompt tokens, and how many; None: the side's own."""
     swap: tuple[State, Tensor] | None = None
-    """Weights that take over, and [B] the response token from which on they do."""
+    """Weights that take over, and the [B] response tokens from which they do."""
     positions: Callable[[Tensor], Tensor] | None = None
-    """Position -> the position that the model is told."""
+    """Function from a position to the one passed to the model."""
     window: int | None = None
-    """Tokens that attention sees back; None is all."""
+    """Number of previous tokens that attention sees; None is all."""
     cache: Callable[[Tensor, int], Tensor] | None = None
-    """(keys or values [B, heads, length, D] after a step, its first new position) -> what the cache holds then."""
+    """Returns the cache content from keys or values [B, heads, length, D] after a step and its first new position."""
     experts: Tensor | None = None
-    """[B, P + T - 1, L, S] experts that the routers are told to choose; None is their own choice."""
+    """[B, P + T - 1, L, S] experts that the routers must choose; None: their own choice."""
     router: Callable[[Tensor], Tensor] | None = None
-    """What the routers of a mixture of experts see of the hidden states; None is all of it."""
+    """Function of the hidden states whose result the routers of a mixture of experts see; None: the hidden states."""
 
 
 _skeletons: dict[tuple[int, str], Any] = {}
@@ -78,7 +78,7 @@ def build(side: Side, state: State | None = None) -> Any:
 
 
 def _change_products(model: Any, side: Side) -> None:
-    """Let the matrix products inside the layers run in parts, or on rounded inputs."""
+    """Run the matrix products in the layers in parts, or on rounded inputs."""
     for name, module in model.base_model.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)) and "router" not in name:
             module.forward = partial(_product, module, side.shards, side.input_bits)
@@ -94,7 +94,7 @@ def _product(module: Any, shards: int, bits: int | None, hidden: Tensor) -> Tens
 
 
 def fewer_bits(values: Tensor, bits: int) -> Tensor:
-    """Round to a mantissa of so many bits: 7 is bfloat16's, 10 is TF32's."""
+    """Round to a mantissa of this many bits: 7 is bfloat16's, 10 is TF32's."""
     fraction, exponent = torch.frexp(values.float())
     return torch.ldexp((fraction * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent).to(values.dtype)
 
@@ -105,7 +105,7 @@ def routers(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def router_choices(model: Any) -> Iterator[list[list[Tensor]]]:
-    """Collect what each router chooses: one list a layer, one [tokens, S] a forward."""
+    """Collect the choices of each router: one list per layer, one [tokens, S] array per forward."""
     found = routers(model)
     seen: list[list[Tensor]] = [[] for _ in found]
     hooks = [
@@ -121,7 +121,7 @@ def router_choices(model: Any) -> Iterator[list[list[Tensor]]]:
 
 @contextlib.contextmanager
 def told(router: Any, chosen: Callable[[], Tensor]) -> Iterator[None]:
-    """Let a router choose what it is told, with its own weights for those."""
+    """Make a router choose the given experts, with its own weights for them."""
 
     def choose(_: Any, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, _own = out
@@ -139,7 +139,7 @@ def told(router: Any, chosen: Callable[[], Tensor]) -> Iterator[None]:
 
 
 def last_hidden(model: Any, side: Side, ids: Tensor, start: int, cache: DynamicCache | None) -> Tensor:
-    """Last hidden states [B, n, H] of n tokens that begin at an absolute position."""
+    """Return last hidden states [B, n, H] of n tokens that begin at an absolute position."""
     positions = torch.arange(start, start + ids.shape[1])
     told = positions if side.positions is None else side.positions(positions)
     options: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def _window_mask(positions: Tensor, length: int, window: int, rows: int, dtype: 
 
 
 def output_logits(model: Any, side: Side, hidden: Tensor) -> Tensor:
-    """[N, H] -> [N, V] float32, in the side's numerics."""
+    """Map [N, H] to float32 [N, V], in the side's numerics."""
     cap = getattr(model.config, "final_logit_softcapping", None)
     weight = model.get_output_embeddings().weight
     if side.autocast is not None and side.head.matmul is None:

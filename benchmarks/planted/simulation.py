@@ -109,12 +109,12 @@ def _part(
 
 
 def _again(scenario: Scenario, side: Side, prompts: Tensor, done: Decoded) -> Decoded:
-    """An engine's logprobs of the sampled tokens, decoded one by one as when they were sampled."""
+    """Return an engine's logprobs of the sampled tokens, decoded one by one as in sampling."""
     return decode(side, prompts, scenario.max_tokens, forced_BT=done.ids, lengths_B=done.lengths)
 
 
 def _trained(scenario: Scenario, side: Side, prompts: Tensor, done: Decoded) -> Scored:
-    """A trainer's logprobs of the tokens that it takes for the response."""
+    """Return a trainer's logprobs of the tokens that it treats as the response."""
     tail = scenario.prompt_tail
     start = prompts.shape[1] - tail
     scored = score(side, prompts[:, :start], torch.cat([prompts[:, start:], done.ids], 1), done.lengths + tail)
@@ -124,17 +124,17 @@ def _trained(scenario: Scenario, side: Side, prompts: Tensor, done: Decoded) -> 
 
 
 def _flips(one: Decoded | Scored, other: Decoded | Scored, prompts: Tensor, ids: Tensor) -> Tensor:
-    """[B, T] bool: some router chose other experts at the position that predicts the response token."""
+    """Return a [B, T] bool mask that is True where a router chose other experts at the position that predicts it."""
     if one is other or one.experts is None or other.experts is None:
         return torch.zeros(ids.shape, dtype=torch.bool)
     chosen = [scores.experts[:, prompts.shape[1] - 1 :].sort(-1).values for scores in (one, other)]
-    both = min(experts.shape[1] for experts in chosen)  # a side stops where its longest response ends
+    both = min(experts.shape[1] for experts in chosen)  # a side stops at the end of its longest response
     flips = (chosen[0][:, :both] != chosen[1][:, :both]).any(-1).any(-1)
     return torch.nn.functional.pad(flips, (0, ids.shape[1] - both))
 
 
 def _tool_output(scenario: Scenario, rows: int, chance: random.Random) -> Tensor | None:
-    """[B, T] token ids that a tool writes, -1 elsewhere."""
+    """Return [B, T] token ids written by a tool, -1 elsewhere."""
     if not scenario.tool_words:
         return None
     out = torch.full((rows, scenario.max_tokens), -1)
@@ -150,7 +150,7 @@ def _tool_output(scenario: Scenario, rows: int, chance: random.Random) -> Tensor
 def _joined(
     scenario: Scenario, context: FaultContext, parts: list[Any], carried: np.ndarray, texts: list[str]
 ) -> RecordedStep:
-    """The rows of all parts as one step, in their first order."""
+    """Return the rows of all parts as one step, in their original order."""
     rows = torch.cat([part[0] for part in parts])
     back = torch.argsort(rows)
     width = max(part[1]["ids"].shape[1] for part in parts)
@@ -193,6 +193,6 @@ def _joined(
 
 
 def ended(step: RecordedStep) -> list[bool]:
-    """[B] whether the response ends with an end token."""
+    """Return a [B] bool mask that is True if the response ends with an end token."""
     last = step.ids.gather(1, (step.lengths - 1).clamp(min=0)[:, None])[:, 0]
     return (last == EOS).tolist()

@@ -1,4 +1,4 @@
-"""The splits: which models each trains.
+"""The splits and the models that each trains.
 
 The held-out split shares no architecture, seed, vocabulary or length with the one for tuning.
 """
@@ -12,7 +12,7 @@ from tiny_models import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A named set of models that traces are made with."""
+    """A named set of models for generating traces."""
 
     name: str
     recipes: tuple[Recipe, ...]

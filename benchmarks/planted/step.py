@@ -1,4 +1,4 @@
-"""One training step of a trace with a planted fault, as it is recorded.
+"""One recorded training step of a trace with a planted fault.
 
 Shapes: B sequences, P prompt tokens, T response tokens.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class RecordedStep:
-    """One training step as it is recorded: padded batches, aligned with the response tokens."""
+    """One recorded training step: padded batches, aligned with the response tokens."""
 
     index: int
     version: int

@@ -1,4 +1,4 @@
-"""Tiny language models, pretrained on a made-up language and trained by RL, with the weights of every version."""
+"""Tiny language models, pretrained on an artificial language and trained by RL, with the weights of every version."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that decides a tiny model's weights."""
+    """Everything that determines a tiny model's weights."""
 
     architecture: str
     """transformers' model type."""
     vocabulary: int
     words: tuple[int, int]
-    """Fewest and most words of a response."""
+    """Minimum and maximum number of words in a response."""
     max_tokens: int
     seed: int
     hidden: int = 64
@@ -61,7 +61,7 @@ class TinyModel:
         return Side(config=self.config, state=state, **options)
 
     def prompts(self, chance: random.Random, count: int) -> tuple[list[str], torch.Tensor]:
-        """Prompts of one length in tokens, as text and [count, P]."""
+        """Return prompts of one length in tokens, as text and [count, P]."""
         num_digits = chance.randint(2, 6)
         texts: list[str] = []
         width = None

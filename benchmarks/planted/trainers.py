@@ -13,24 +13,24 @@ from sides import Side, build, last_hidden, output_logits, router_choices
 from torch import Tensor
 
 _HEAD_CHUNK = 1024
-"""Tokens whose logits are held at once."""
+"""Number of tokens whose logits are in memory at once."""
 
 
 @dataclass(slots=True)
 class Scored:
-    """What a trainer thinks of whole sequences."""
+    """A trainer's results for whole sequences."""
 
     logprobs: Tensor
     """[B, T] float32 nats, 0.0 beyond a response."""
     entropy: Tensor
-    """[B, T] float32 nats, of the same distribution."""
+    """[B, T] float32 nats, entropy of the same distribution."""
     experts: Tensor | None = None
     """[B, P + T - 1, L, S] chosen experts; None without routers."""
 
 
 @torch.no_grad()
 def score(side: Side, prompts_BP: Tensor, ids_BT: Tensor, lengths_B: Tensor) -> Scored:
-    """Score responses by forwards over whole sequences, `side.rows` at a time."""
+    """Score responses with forwards over whole sequences, `side.rows` at a time."""
     model = build(side)
     width = prompts_BP.shape[1]
     logprobs, entropy = torch.zeros(ids_BT.shape), torch.zeros(ids_BT.shape)
@@ -65,6 +65,6 @@ def _token_scores(logits: Tensor, token: Tensor, head: Head) -> tuple[Tensor, Te
 
 
 def _padded(layers: list[Tensor], tokens: int) -> Tensor:
-    """Layers [B, t, S] -> [B, tokens, L, S], -1 beyond."""
+    """Stack layers of [B, t, S] into [B, tokens, L, S], with -1 beyond t."""
     chosen = torch.stack(layers, 2)
     return torch.nn.functional.pad(chosen, (0, 0, 0, 0, 0, tokens - chosen.shape[1]), value=-1)

@@ -15,13 +15,13 @@ from tiny_models import Recipe, TinyModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_VERSIONS = 14
-"""RL updates whose weights are kept."""
+"""Number of RL updates whose weights are stored."""
 
 NUM_ADAPTER_VERSIONS = 8
 
 
 def load(recipe: Recipe, folder: Path) -> TinyModel:
-    """The model of a recipe: from the folder, or trained and kept there."""
+    """Return the model of a recipe, loaded from the folder or trained and stored there."""
     language = Language(
         seed=recipe.seed, vocabulary=recipe.vocabulary, words=recipe.words, num_active=recipe.num_active
     )
@@ -36,7 +36,7 @@ def load(recipe: Recipe, folder: Path) -> TinyModel:
 
 
 def _digest(recipe: Recipe, language: Language) -> str:
-    """Names everything that training depends on, but the code."""
+    """Return a name for everything that training depends on except the code."""
     chance = random.Random(0)
     said = [language.response(chance, language.prompt(chance, 3)) for _ in range(3)]
     return sha256(repr((recipe, said, NUM_VERSIONS, NUM_ADAPTER_VERSIONS)).encode()).hexdigest()[:8]
@@ -56,7 +56,7 @@ def _state(module: Any) -> State:
 
 
 def _config(recipe: Recipe, size: int) -> Any:
-    """A small configuration of any of the architectures; each takes the settings that it knows."""
+    """Return a small configuration of any architecture, which uses the settings that it supports."""
     common = {
         "vocab_size": size,
         "hidden_size": recipe.hidden,

@@ -1,4 +1,4 @@
-"""Write simulated steps as a real trace, with what a framework would have recorded of them, and their label."""
+"""Write simulated steps as a real trace, with the data that a framework would record, and their label."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
 
 DETECTABLE = 2.0
-"""A fault counts as detectable when the rms of d on the tokens that it reaches is over this many times the noise."""
+"""Rms of d on the affected tokens, relative to the noise, above which a fault counts as detectable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a framework records beside the log-probabilities."""
+    """Data that a framework records besides the log-probabilities."""
 
     level: str
     """How much the contracts say."""
@@ -36,15 +36,15 @@ class Recording:
     rewards: bool
     versions: bool
     settings: bool
-    """Whether the sequences name their temperature and truncation."""
+    """If True, sequences record their temperature and truncation."""
     groups: bool
     finish: bool
-    """Whether the sequences say why they ended."""
+    """If True, sequences record why they ended."""
     imported: bool
-    """Whether the trace comes of a Parquet file."""
+    """If True, the trace is imported from a Parquet file."""
     first_step: int
     first_version: int
-    """Added to the version numbers: a run that was resumed."""
+    """Added to the version numbers, as in a resumed run."""
 
 
 def write(
@@ -77,11 +77,11 @@ def _known(step: RecordedStep, name: str) -> torch.Tensor:
 
 
 def measure(steps: list[RecordedStep], code: str) -> dict[str, Any]:
-    """The noise floor, and the fault's effect over it.
+    """Return the noise floor, and the fault's effect relative to it.
 
     noise_rms: rms of d, nats, over the counted tokens, of the same trace without the fault. d_rms: rms of d with the
-    fault over the counted tokens that it reaches; infinite where a value is missing or not finite. effect_rms: rms of
-    the change of d that the fault makes there. detectable: d_rms > 2 noise_rms; a copy is, when the noise is not 0.
+    fault over the counted tokens that it affects; infinite if a value is missing or not finite. effect_rms: rms of the
+        change in d that the fault causes there. detectable: d_rms > 2 noise_rms; a copy is, if the noise is not 0.
     """
     clean, faulty, reached, missing = [], [], [], []
     for step in steps:
@@ -106,7 +106,7 @@ def _rms(values: torch.Tensor) -> float:
 
 
 def _rows(step: RecordedStep, scenario: Scenario, fault: Fault, recording: Recording) -> dict[str, Any]:
-    """The per-sequence columns that both ways of writing share."""
+    """Return the per-sequence columns that both ways of writing share."""
     belief = fault.belief
     version = step.version + recording.first_version
     rows: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _record(path: Path, scenario: Scenario, fault: Fault, steps: list[RecordedSt
 
 
 def _import(path: Path, scenario: Scenario, fault: Fault, steps: list[RecordedStep], recording: Recording) -> None:
-    """Through Parquet in the neutral form, as a dump of other people's comes."""
+    """Write through a Parquet table, like a dump from elsewhere."""
     parts = [_table(step, scenario, fault, recording) for step in steps]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dump.parquet"
@@ -205,7 +205,7 @@ def _table(step: RecordedStep, scenario: Scenario, fault: Fault, recording: Reco
 
 
 def chosen_recording(code: str, fault: Fault, chance: random.Random) -> Recording:
-    """How much this trace's framework recorded."""
+    """Return how much this trace's framework recorded."""
     level = chance.choices(("full", "partial", NONE), (4, 3, 3))[0]
     needs_contracts = code in ("copies", "equal") or "replicas" in fault.belief
     if needs_contracts and level == NONE:

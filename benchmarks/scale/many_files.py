@@ -1,10 +1,11 @@
-"""A trace of tens of thousands of merged files, as one of 10^12 tokens has, and what it costs to open and to ask.
+"""Measure the cost of opening and querying a trace with tens of thousands of merged files, like one of 10^12 tokens.
 
     python benchmarks/scale/many_files.py -o runs/scale/files --steps 1000 8400
 
-Each step has a file of sequences and two of scores, one a pass, as `tim-trace compact` writes them of steps of 10^8 tokens, but of
-few rows: what is measured here grows with the number of files and not with their size. Seconds are wall and CPU time, memory is the
-peak of a process of its own; requests are counted at s3fs, to a server on this machine, each answered 20 ms later.
+Each step has a file of sequences and two of scores, one per pass, as `tim-trace compact` writes them for steps of 10^8
+tokens, but with only a few rows: the measured cost grows with the number of files, not with their size. Seconds are
+wall and CPU time, memory is the peak of a separate process; requests are counted in s3fs, to a server on this machine
+that answers after 20 ms.
 """
 
 import argparse
@@ -35,7 +36,7 @@ SEQUENCES_A_STEP, TOKENS = 4, 16
 
 
 def write(folder, steps):
-    """Write the trace: a merged file of sequences and one of each pass for every step."""
+    """Write the trace: for every step, a merged file of sequences and one per pass."""
     manifest = Manifest(run_id=str(uuid.UUID(int=1)), created_at=now(), created_by=__version__, source="recorder")
     writer = f"{COMPACTION}-00000000"
     files, rng = {}, np.random.default_rng(1)
@@ -70,7 +71,7 @@ def _step(rng, step, writer):
 
 
 def asked(trace, question):
-    """Wall and CPU seconds to open a trace and to put a question to it, and megabytes at the peak of this process."""
+    """Return wall and CPU seconds to open a trace and to query it, and this process's peak memory in megabytes."""
     start = time.perf_counter(), time.process_time()
     database = open_database(trace)
     opened = time.perf_counter() - start[0], time.process_time() - start[1]
@@ -96,7 +97,7 @@ def on_disk(trace, steps, questions):
 
 
 def on_s3(trace, steps, questions):
-    """Requests by their kind and seconds: to open, and to ask what is open."""
+    """Measure requests by kind, and seconds, to open a trace and to query it once open."""
     server, filesystem, requests = s3_server()
     filesystem.put(str(trace), "s3://bucket/run", recursive=True)
     for name, question in {"open": None, **questions}.items():
@@ -129,6 +130,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/scale/files"))
     parser.add_argument("--steps", type=int, nargs="+", default=[1000, 8400], help="three files each")
-    parser.add_argument("--remote", type=int, default=10_000, help="ask traces of so many steps at most on S3, too")
-    parser.add_argument("--info", action="store_true", help="measure `info`, too, which reads every file")
+    parser.add_argument("--remote", type=int, default=10_000, help="also query traces of up to this many steps on S3")
+    parser.add_argument("--info", action="store_true", help="also measure `info`, which reads every file")
     main(parser.parse_args())

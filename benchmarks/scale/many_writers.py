@@ -1,15 +1,15 @@
-"""A trace of many writers of short steps, as hundreds of ranks leave it: made by the Recorder, one writer after the other.
+"""Record a trace of many writers with short steps, as from hundreds of ranks, one writer after the other.
 
     python benchmarks/scale/many_writers.py -o runs/scale/512 --writers 512 --steps 200
 
-Each writer is a Recorder of its own, as each rank of a run has one: it records a few sequences a step with the passes `rollout`,
-`train` and `current`. Values are random with a seed, lengths log-normal.
+Each writer is a separate Recorder, as in a rank of a run: it records a few sequences per step with the passes
+`rollout`, `train` and `current`. Values are random with a seed, lengths log-normal.
 
     python benchmarks/scale/many_writers.py -o runs/scale/long --writers 512 --steps 10000 --sequences 1 --tokens 12 --at-once 1000 --seals 2
 
-With `--at-once` rows of so many steps are given to a writer together, without the Recorder, whose 5 million calls would take hours
-on one machine: writers, journals, sealed files and states are the same. Each writer seals `--seals` times, as one does whose
-responses are longer.
+With `--at-once`, rows of that many steps are passed to a writer together, without the Recorder, whose 5 million calls
+would take hours on one machine; writers, journals, sealed files and states are the same. Each writer seals `--seals`
+times, as it would with longer responses.
 """
 
 import argparse
@@ -34,7 +34,7 @@ VOCABULARY = 150_000
 
 
 def write(folder, *, writers, steps, sequences=4, mean_tokens=48, seed=1, flush_every=None, at_once=None):
-    """Record a run. `flush_every` steps a writer seals, so that it leaves several segments; `at_once`: see above."""
+    """Record a run. Writers seal every `flush_every` steps, to leave several segments; `at_once`: see above."""
     manifest = Manifest(run_id=str(uuid.UUID(int=seed)), created_at=now(), created_by=__version__, source="recorder")
     with new_trace(folder, manifest, force=False) as made:
         attempt = Attempt(number=1, key="many_writers")
@@ -80,7 +80,7 @@ def _record_step(recorder, rng, step, number, sequences, mean_tokens):
 
 
 def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
-    """Rows of several steps, as the Recorder makes them of one."""
+    """Append rows of several steps, as the Recorder creates them for one."""
     step = np.repeat(steps, sequences)
     lengths = np.clip(rng.lognormal(np.log(mean_tokens), 0.5, len(step)).astype(int), 1, 8 * mean_tokens)
     tokens = int(lengths.sum())
@@ -116,9 +116,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--at-once", type=int, help="steps whose rows are given to a writer together")
+    parser.add_argument("--at-once", type=int, help="number of steps whose rows are passed to a writer together")
     parser.add_argument(
-        "--seals", type=int, help="files of a table that each writer leaves (default: one of each 64 MB)"
+        "--seals", type=int, help="number of files that each writer leaves per table (default: one per 64 MB)"
     )
     given = parser.parse_args()
     start = time.perf_counter()

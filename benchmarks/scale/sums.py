@@ -1,13 +1,13 @@
-"""Time and memory of `info` and of `stats`, first and from kept sums, of a trace of many short sequences.
+"""Measure time and memory of `info` and `stats` (first call and from stored sums) on a trace of many short sequences.
 
     python benchmarks/scale/sums.py -o runs/scale/sums --steps 200 800
 
-Each trace has 5,000 sequences of 8 tokens a step. Memory is the peak of the command's process, time its wall and CPU time.
+Each trace has 5,000 sequences of 8 tokens per step. Memory is the command's peak, time its wall and CPU time.
 
     python benchmarks/scale/sums.py -o runs/scale/tokens --steps 1000 --sequences 1000 --tokens 1000 --alike
 
-10^9 tokens in 1,000 steps. With `--alike` all sequences of a step have the same values, so that the trace is small on disk: what a
-question costs that is answered from sums does not depend on them.
+This trace has 10^9 tokens in 1,000 steps. With `--alike`, all sequences of a step have the same values, so that the
+trace is small on disk; the cost of a query answered from sums does not depend on the values.
 """
 
 import argparse
@@ -24,7 +24,7 @@ QUESTIONS = (["info"], ["stats"], ["stats"], ["stats", "--by", "step"])
 
 
 def write(folder, steps, sequences, tokens, *, alike):
-    """Record steps with the passes `rollout` and `train`; values are a pool of random ones."""
+    """Record steps with the passes `rollout` and `train`; values come from a random pool."""
     rng = np.random.default_rng(1)
     rows = 1 if alike else sequences
     size = rows * tokens
@@ -41,7 +41,7 @@ def write(folder, steps, sequences, tokens, *, alike):
 
 
 def measured(command):
-    """Run a command in a process of its own, which alone is measured."""
+    """Run a command in a separate process, and measure only that process."""
     script = f"import subprocess, sys, resource; done = subprocess.run({command!r}, stdout=subprocess.DEVNULL); " + (
         "found = resource.getrusage(resource.RUSAGE_CHILDREN); "
         "print(found.ru_maxrss, found.ru_utime + found.ru_stime); sys.exit(done.returncode)"
