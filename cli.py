@@ -254,12 +254,16 @@ class _Form:
         text: Callable[[int | None], str],
         rows: Callable[[], Rows] | None = None,
     ) -> None:
-        """Print a result in this format; `rows` is its table, for CSV."""
+        """Print a result in this format; `rows` is its table, for CSV. JSON is an object with the result's fields, or its table
+        under `rows`, and the damaged files under `damaged`."""
         if self.as_json:
-            _print_json(json())
+            value = json()
+            found = value if isinstance(value, dict) else {"rows": value}
+            _print(to_json({"damaged": list(_damage_told)} | found))
         elif self.as_csv:
             assert rows is not None
-            _print_csv(rows())
+            for line in to_csv(rows()):
+                _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
         else:
             _say(text(self.width))
 
@@ -545,11 +549,6 @@ def verify(trace: str, form: _Form) -> None:
         text=lambda width: verification_text(found, width),
         rows=lambda: found.folders,
     )
-    if found.unchecked_writers:
-        _tell(
-            f"{len(found.unchecked_writers)} writers from an older release wrote no checksums; their files are "
-            f"readable but cannot be verified"
-        )
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
         raise click.exceptions.Exit(2)
@@ -1189,17 +1188,6 @@ def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **
 
 def _size(path: str) -> str:
     return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
-
-
-def _print_json(value: Any) -> None:
-    """Print a JSON object: a result's fields (or its table under `rows`), and the damaged files under `damaged`."""
-    found = value if isinstance(value, dict) else {"rows": value}
-    _print(to_json({"damaged": list(_damage_told)} | found))
-
-
-def _print_csv(rows: Rows) -> None:
-    for line in to_csv(rows):
-        _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
 
 
 def _tell(sentence: str) -> None:

@@ -117,9 +117,7 @@ class ArmPass:
         """
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
-        writers = {
-            state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files or ())
-        }
+        writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}
         sealed = self.run.table(SCORES, ds.field("pass") == self.name, ["writer"])["writer"].to_pylist()
         for name in sorted({*writers, *sealed}):
             path = f"{WRITERS}/{name}.json"

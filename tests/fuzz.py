@@ -5,8 +5,8 @@
 
 A verb over a damaged trace gives the answer over the undamaged one (right); or one that names what is damaged, on stderr
 and under `damaged`, and is exactly the answer over a trace without the named files (said); or one line of error and exit
-code 2 (refused). Everything else is a failure. Of an edit that carries the right checksums, and of format 1, which has
-none, only this is asked: no traceback, no crash, no hang, no flood of memory, nothing written.
+code 2 (refused). Everything else is a failure. Of an edit that carries the right checksums, only this is asked: no
+traceback, no crash, no hang, no flood of memory, nothing written.
 """
 
 import argparse
@@ -149,7 +149,7 @@ class Case:
     @property
     def hostile(self):
         """Whether nothing in the trace can tell the damage."""
-        return self.base == "first" or any("hostile" in mutation for mutation, _ in self.damages)
+        return any("hostile" in mutation for mutation, _ in self.damages)
 
     def says(self):
         damages = "; ".join(f"{mutation}: {path}" for mutation, path in self.damages)
@@ -455,7 +455,7 @@ class Fuzzer:
     def check_count(self, case, answer, trace):
         """Count the rows of a whole trace with pyarrow alone: the references have to be right themselves."""
         table = next((name for name, query in COUNTS.items() if query in case.arguments), None)
-        if table and "--json" in case.arguments and case.base != "first":
+        if table and "--json" in case.arguments:
             expected = count_rows(trace, table.removeprefix("all_"))
             if answer is None or list(answer["rows"][0].values()) != expected:
                 raise Failed(f"a whole trace has {expected} in {table}, and the answer is {answer}")

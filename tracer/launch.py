@@ -282,7 +282,6 @@ class Launcher:
             attempt_key=session,
             opened_at=now(),
             program=tuple(command),
-            files={},
         )
 
     def give_sign(self) -> None:
@@ -328,10 +327,6 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
     """Raise TraceExists unless a resumed run can extend this trace."""
     store = Store(folder)
     known = store.manifest()
-    if not known.is_checked:
-        raise TraceExists(
-            f"{output}: was recorded by an older release, which cannot be extended; record to another folder"
-        )
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
             f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; "

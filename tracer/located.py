@@ -255,7 +255,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 def read_result(store: Store, result: str) -> KeptResult:
     """Read a stored result; unknown fields are ignored. Raises DamagedTrace, NewerTrace and FileNotFoundError."""
     where = store.shown(result_path(result))
-    values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
+    values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
         raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
     try:

@@ -129,13 +129,9 @@ class ParquetFooter:
 
     @property
     def identity(self) -> str | None:
-        """Path in the trace that the file was written to; None if an older release did not record it."""
+        """Path in the trace that the file was written to; None if tim-trace did not write it."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
-
-    @property
-    def has_checksums(self) -> bool:
-        return BLOCKS in self.metadata
 
     @property
     def _block_bytes(self) -> int:
@@ -154,7 +150,7 @@ class ParquetFooter:
         """Return the file's checksums. Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
-                blocks=base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None,
+                blocks=base64.b64decode(self.metadata.get(BLOCKS, b""), validate=True),
                 block_bytes=self._block_bytes, tail_bytes=len(self.content), tail_hash=self.hash,
                 tail=self.content if keeps_tail else None,
             )  # fmt: skip

@@ -86,7 +86,6 @@ class TraceWriter:
             attempt=None if attempt is None else attempt.number,
             attempt_key=None if attempt is None else attempt.key,
             opened_at=now(),
-            files={},
             program=environment.program(),
             hooks=hooks or {},
             versions=environment.all_versions() if journals else {},
@@ -246,7 +245,6 @@ class TraceWriter:
         disk.
         """
         with self._saving:
-            assert self.state.files is not None
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
             self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
@@ -323,7 +321,7 @@ class TraceWriter:
         self.segments.sync()
         with self._saving:
             self.save_state()
-            names = set(self.state.files or ())
+            names = set(self.state.files)
             journals = self.state.journals
         trees = (self.folder / WEIGHTS).glob(f"{self.name}-*") if weights else ()
         below = [str(path.relative_to(self.folder)) for tree in trees for path in tree.rglob("*") if path.is_file()]

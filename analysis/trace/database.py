@@ -283,7 +283,7 @@ def _is_of_function(error: Exception) -> bool:
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Return an error that names the first unreadable file among those without a checksum."""
+    """Return an error that names the first file that cannot be read, although its checksums match."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

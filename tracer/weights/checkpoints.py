@@ -141,7 +141,7 @@ def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = Non
     """
     manifest = store.manifest()
     writers, damaged = store.writers()
-    reader = WeightReader(store, writers, needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from)
+    reader = WeightReader(store, writers, checkpoints=manifest.weights_from)
     reader.damaged[:0] = damaged
     if weights_from is not None:
         return CheckpointReader(Path(weights_from))

@@ -100,7 +100,7 @@ class WeightWriter:
         self._last: Bits = {}
         self._written: WeightVersion | None = None
         self._version: int | None = None
-        self._layout_hash: str | None = None
+        self._layout_hash = ""
 
     @property
     def error(self) -> BaseException | None:
