@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from ..schemas.layout import (
     WRITERS,
     Segment,
 )  # fmt: skip
+from ..schemas.lazy import collector_paused
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from .index import Index, read_index
@@ -134,25 +134,13 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     for _ in range(_LOOKS):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
-            with _no_collection():
+            with collector_paused():  # it would scan the objects of tens of thousands of files over and over
                 _look(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
         if not _has_changed(snapshot):
             return snapshot
     raise QueryFailed(f"{store.url}: is being written faster than it can be read; try again")
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would scan the objects of tens of thousands of files over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _look(snapshot: Snapshot) -> None:
