@@ -248,11 +248,7 @@ class _Form:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
-        self,
-        *,
-        json: Callable[[], Any],
-        text: Callable[[int | None], str],
-        rows: Callable[[], Rows] | None = None,
+        self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
         """Print a result in this format; `rows` is its table, for CSV. JSON is an object with the result's fields, or its table
         under `rows`, and the damaged files under `damaged`."""
@@ -738,12 +734,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by(
-    "run",
-    "step",
-    "length",
-    help="What each row describes; length: quartiles of sequence length in tokens.",
-)
+@_by("run", "step", "length", help="What each row describes; length: quartiles of sequence length in tokens.")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
@@ -1123,10 +1114,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["parquet", "tensorboard", "wandb"]),
-    help="File format to write.",
+    "--to", required=True, type=click.Choice(["parquet", "tensorboard", "wandb"]), help="File format to write."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
 @_pair

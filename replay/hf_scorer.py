@@ -179,10 +179,7 @@ class HfScorer:
         arm = self.arm
         if self.numerics.uses_trl and not self.calls_whole_model:
             return trl.TrlScorer(
-                model,
-                self.contract,
-                autocast_dtype=self.numerics.autocast,
-                head_in_fp32=self.numerics.head_in_fp32,
+                model, self.contract, autocast_dtype=self.numerics.autocast, head_in_fp32=self.numerics.head_in_fp32
             )
         head = Head(
             temperature=self.numerics.temperature,

@@ -230,9 +230,7 @@ class Database:
         return QueryFailed(f"{runs}: the query could not be answered ({first_line(error)})")
 
 
-def cached(
-    read: Callable[Concatenate[Database, Asked], Found],
-) -> Callable[Concatenate[Database, Asked], Found]:
+def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:
     """Cache a function of a database by its arguments, which must be hashable, as long as the database is open.
 
     All callers share a result, so none may modify it.

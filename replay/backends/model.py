@@ -142,10 +142,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
-    if chosen["attn_implementation"] not in (
-        "eager",
-        *AttentionInterface(),
-    ):  # for example if a kernel failed to load
+    if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # for example if a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded later, so only buffers are initialised

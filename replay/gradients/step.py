@@ -60,13 +60,7 @@ class Sums:
 class StepPasses:
     """Computes one optimizer step's gradient under several arms. The first arm's gradient is the reference."""
 
-    def __init__(
-        self,
-        update: Update,
-        *,
-        logged_norm: float | None,
-        accumulated: float | None,
-    ):
+    def __init__(self, update: Update, *, logged_norm: float | None, accumulated: float | None):
         self.update = update
         self._logged, self._accumulated = logged_norm, accumulated
         self._sums: Sums | None = None

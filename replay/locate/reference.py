@@ -51,12 +51,7 @@ class Reference:
         self.layers = layer_modules(model)
 
     def judge(
-        self,
-        row: RecordedRow,
-        taps: RowTaps,
-        execution: Arithmetic,
-        first_position: int,
-        window: Window = EVERY_LAYER,
+        self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
         """Judge the operators of a row's forward pass; afterwards, `taps` contains only the head's values.
 
@@ -65,12 +60,7 @@ class Reference:
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
-        with (
-            torch.no_grad(),
-            KeepDouble(),
-            forward.listening(mixtures(self.model), self.layers),
-            self._running(window),
-        ):
+        with torch.no_grad(), KeepDouble(), forward.listening(mixtures(self.model), self.layers), self._running(window):
             self._hidden(row, first_position)
         return judgement
 

@@ -54,14 +54,8 @@ _POINTS = {
 }
 _OLDER_POINTS = {
     "fit": _POINTS["fit"],
-    "_compute_old_log_prob": (
-        "compute_older_logprobs",
-        "which rows of the train pass shared a forward pass",
-    ),
-    "_compute_ref_log_prob": (
-        "compute_older_logprobs",
-        "which rows of the reference pass shared a forward pass",
-    ),
+    "_compute_old_log_prob": ("compute_older_logprobs", "which rows of the train pass shared a forward pass"),
+    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows of the reference pass shared a forward pass"),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }
 _LOGGED = {"log": ("log", "logged metrics")}
@@ -172,7 +166,7 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
             batch.extra_info[UPDATE_KEY] = _told(trainer) | {
-                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)}),
+                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)})
             }
         try:
             return original(trainer, batch, *args, **kwargs)

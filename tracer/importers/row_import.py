@@ -77,15 +77,7 @@ class Imported:
 class RowImport:
     """An import in progress: records rows as they are read; `result` is complete once the import is closed."""
 
-    def __init__(
-        self,
-        folder: Path,
-        source: str,
-        path: str,
-        selection: Selection,
-        *,
-        ordered: bool,
-    ):
+    def __init__(self, folder: Path, source: str, path: str, selection: Selection, *, ordered: bool):
         """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}

@@ -73,13 +73,7 @@ class WeightReader:
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     """Maximum size of a version kept in memory, in bytes."""
 
-    def __init__(
-        self,
-        store: Store,
-        writers: Sequence[WriterState] = (),
-        *,
-        checkpoints: str | None = None,
-    ):
+    def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, checkpoints: str | None = None):
         """`writers` are the writers' states; `checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
