@@ -137,27 +137,17 @@ def info(trace: str | Database) -> TraceInfo:
     versions = next((state.versions for state in source.writers if state.versions), {})
     (counts,) = database.ask(_COUNTS).dicts()
     return TraceInfo(
-        run=source.run,
-        path=source.store.url,
-        exit_code=command_exit_code(source.writers),
-        state=_state(source, writers),
-        model=model.get("name") or model.get("class"),
-        num_parameters=model.get("num_parameters"),
-        model_dtypes=dict(model.get("dtypes") or {}),
+        run=source.run, path=source.store.url, exit_code=command_exit_code(source.writers),
+        state=_state(source, writers), model=model.get("name") or model.get("class"),
+        num_parameters=model.get("num_parameters"), model_dtypes=dict(model.get("dtypes") or {}),
         tokenizer=tokenizer.get("name") or tokenizer.get("class"),
         versions={name: versions[name] for name in ("python", *NUMERIC_LIBRARIES) if name in versions},
-        passes=_passes(database),
-        writers=tuple(writers),
-        num_bytes=_bytes(source),
-        num_located=len(result_ids(source.store)),
-        attempts=attempts(database),
-        judged=tuple(_judged(source)),
+        passes=_passes(database), writers=tuple(writers), num_bytes=_bytes(source),
+        num_located=len(result_ids(source.store)), attempts=attempts(database), judged=tuple(_judged(source)),
         missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
-        damaged=tuple(source.damaged),
-        ignored=tuple(source.ignored),
-        **{name: getattr(source.manifest, name) for name in _OF_MANIFEST},
-        **counts,
-    )
+        damaged=tuple(source.damaged), ignored=tuple(source.ignored),
+        **{name: getattr(source.manifest, name) for name in _OF_MANIFEST}, **counts,
+    )  # fmt: skip
 
 
 _OF_MANIFEST = (

@@ -100,14 +100,11 @@ class ArmPass:
         batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
         stale = self.arm.weights_version
         self._recorder.add_scores(
-            self.name,
-            batch,
-            logprobs=[value.astype(np.float32) for value in scored.logprobs],
+            self.name, batch, logprobs=[value.astype(np.float32) for value in scored.logprobs],
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
-            forward=_forward(step, scored) if scored.batches else None,
-            routing=joined(scored.routing),
-        )
+            forward=_forward(step, scored) if scored.batches else None, routing=joined(scored.routing),
+        )  # fmt: skip
         self._recorder.flush()
 
     def remove(self) -> None:

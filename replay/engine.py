@@ -416,13 +416,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
-        arm=scorer.arm.name,
-        step=step,
-        num_tokens=len(d),
-        num_equal=int(same.sum()),
-        mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
-        max_abs_d=float(np.abs(d).max(initial=0.0)),
-        identity_held=not_held is None,
-        not_held=not_held,
-        differs=differs,
-    )
+        arm=scorer.arm.name, step=step, num_tokens=len(d), num_equal=int(same.sum()),
+        mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0, max_abs_d=float(np.abs(d).max(initial=0.0)),
+        identity_held=not_held is None, not_held=not_held, differs=differs,
+    )  # fmt: skip

@@ -79,17 +79,11 @@ class TraceWriter:
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
-            writer=self.name,
-            run_id=Store(folder).manifest().run_id,
-            **this_process(),
-            rank=rank,
-            attempt=None if attempt is None else attempt.number,
-            attempt_key=None if attempt is None else attempt.key,
-            opened_at=now(),
-            program=environment.program(),
-            hooks=hooks or {},
+            writer=self.name, run_id=Store(folder).manifest().run_id, **this_process(), rank=rank,
+            attempt=None if attempt is None else attempt.number, attempt_key=None if attempt is None else attempt.key,
+            opened_at=now(), program=environment.program(), hooks=hooks or {},
             versions=environment.all_versions() if journals else {},
-        )
+        )  # fmt: skip
         self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
         self._journals = journals
         self._failure: BaseException | None = None
@@ -112,13 +106,9 @@ class TraceWriter:
             self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()
         self._worker = Worker(
-            queue_bytes,
-            max_wait_s=QUEUE_S,
-            patience=self.patience,
-            is_behind=lambda: self.segments.is_behind,
-            idle=self._give_sign,
-            idle_s=HEARTBEAT_S,
-        )
+            queue_bytes, max_wait_s=QUEUE_S, patience=self.patience, is_behind=lambda: self.segments.is_behind,
+            idle=self._give_sign, idle_s=HEARTBEAT_S,
+        )  # fmt: skip
 
     @property
     def is_open(self) -> bool:

@@ -110,13 +110,9 @@ def estimates(
         else:
             low, high = max(interval[0], least), min(interval[1], most)
         estimated[name] = Estimate(
-            name=name,
-            value=as_float(value),
-            low=low,
-            high=high,
-            no_interval=no_interval,
+            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval,
             meaning=figures[name].description,
-        )
+        )  # fmt: skip
     return estimated
 
 

@@ -311,13 +311,10 @@ class _Location:
                 if not bool((parameter == exact).all()):
                     off = (parameter.double() - exact.double()).abs()
                     yield WeightDifference(
-                        side=side,
-                        tensor=name,
-                        layer=layer_of(name),
-                        largest=float(off.max()),
+                        side=side, tensor=name, layer=layer_of(name), largest=float(off.max()),
                         version=None if execution.arm.quantize else self._version_of(name, parameter),
                         share=float((off > 0).double().mean()),
-                    )
+                    )  # fmt: skip
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
         """Return the nearest recorded policy version that contains this tensor; None if there is none."""
