@@ -193,13 +193,9 @@ class _Engine:
         self._was_given = False
 
     def compared(
-        self,
-        at: tuple[int, str, int],
-        tensors: Sequence[tuple[Any, ...]],
-        had: Mapping[str, Mapping[int, int]],
-        updated: Collection[str],
-        plain: Sequence[int],
-    ) -> EngineVersion:
+        self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
+        updated: Collection[str], plain: Sequence[int],
+    ) -> EngineVersion:  # fmt: skip
         """Compare the next version; `plain`: number of tensors only counted, which all agree, and how many of them
         changed."""
         agreeing, differences, num_unknown = set(), [], 0

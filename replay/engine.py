@@ -134,15 +134,9 @@ def _arms(given: Sequence[str | Arm], changes: dict[str, Any]) -> list[Arm]:
 
 
 def _wanted(
-    run: RecordedRun,
-    arms: list[Arm],
-    steps: list[int],
-    force: bool,
-    sample: Sample | None,
-    device: str,
-    *,
+    run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
-) -> list[_Wanted]:
+) -> list[_Wanted]:  # fmt: skip
     """Return the remaining work for each arm. All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
@@ -331,14 +325,9 @@ class _UnitScorer:
 
 
 def _results(
-    run: RecordedRun,
-    wanted: list[_Wanted],
-    sample: Sample | None,
-    device: str,
-    ray: str | None,
-    gpus: float,
+    run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, ray: str | None, gpus: float,
     advance: Advance,
-) -> Iterator[ReplayedStep]:
+) -> Iterator[ReplayedStep]:  # fmt: skip
     """Score each step under each arm, here or on Ray actors. The order of the results is the same in both cases."""
     units = [
         _Unit(

@@ -42,14 +42,9 @@ _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 
 
 def write_checked(
-    path: Path,
-    identity: str,
-    schema: pa.Schema,
-    parts: Iterable[pa.Table],
-    *,
-    block_bytes: int = BLOCK_BYTES,
+    path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
-) -> SealedFile:
+) -> SealedFile:  # fmt: skip
     """Write parts as row groups to a file that will be at `identity` in the trace; return its SealedFile."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:

@@ -597,14 +597,9 @@ class Recorder:
         self.writer.state.num_tokens += int(columns["response_ids"].lengths.sum())
 
     def _append_scores(
-        self,
-        batch: Batch,
-        chosen: np.ndarray,
-        scores: dict[str, Any],
-        dense: _Arrays,
-        captured: np.ndarray,
+        self, batch: Batch, chosen: np.ndarray, scores: dict[str, Any], dense: _Arrays, captured: np.ndarray,
         experts: _Arrays,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if experts:
             lengths = batch.whole_lengths(chosen)
             assert lengths is not None

@@ -60,15 +60,9 @@ class TraceWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        queue_bytes: int = QUEUE_BYTES,
-        hooks: dict[str, str] | None = None,
-        attempt: Attempt | None = None,
-        journals: bool = True,
-        max_wait_s: float = math.inf,
-    ):
+        self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
+        attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
+    ):  # fmt: skip
         """`attempt` is None outside training.
 
         Without `journals` (as for imports), nothing survives a kill: the folder becomes a trace only at the end. The
@@ -221,14 +215,9 @@ class TraceWriter:
         return self._is_whole()
 
     def account(
-        self,
-        files: Mapping[str, SealedFile] | None = None,
-        *,
-        begun: str | None = None,
-        ended: str | None = None,
-        saves: bool = True,
-        sync: bool = False,
-    ) -> None:
+        self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
+        ended: str | None = None, saves: bool = True, sync: bool = False,
+    ) -> None:  # fmt: skip
         """List files in the state, add a journal that was `begun`, and remove one that `ended` because it was sealed.
 
         Without `saves`, the state is saved with the next journal or segment. With `sync`, the files are flushed to

@@ -118,13 +118,9 @@ def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
 
 
 def summarise(
-    changes: Mapping[str, Sequence[ChangePoint]],
-    onsets: Sequence[FirstChange],
-    fall: Fall | None,
-    growth: Sequence[Growth],
-    num_steps: int,
-    later: Fall | None = None,
-) -> Iterator[Statement]:
+    changes: Mapping[str, Sequence[ChangePoint]], onsets: Sequence[FirstChange], fall: Fall | None,
+    growth: Sequence[Growth], num_steps: int, later: Fall | None = None,
+) -> Iterator[Statement]:  # fmt: skip
     """Yield the summary: first change, collapse, planned changes, and growth of k3 in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:

@@ -32,15 +32,9 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 def build(
-    identity: Mapping[str, Any],
-    *,
-    dtype: str,
-    attention: str,
-    device: str,
-    experts: str | None = None,
-    factory: str | None = None,
-    allow_kernel: Sequence[str] = (),
-) -> Any:
+    identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, experts: str | None = None,
+    factory: str | None = None, allow_kernel: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Build the model without loading weights; adapters in the trace are added.
 
     `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;

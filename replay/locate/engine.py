@@ -129,15 +129,9 @@ class _Location:
     """One run of `locate`: both executions, the float64 model, and the chosen sequences."""
 
     def __init__(
-        self,
-        run: RecordedRun,
-        step: int,
-        rows: list[RecordedRow],
-        chosen: Chosen,
-        wanted: Callable[[str], bool],
-        is_asked: Callable[[str], bool],
-        progress: Progress,
-    ):
+        self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
+        is_asked: Callable[[str], bool], progress: Progress,
+    ):  # fmt: skip
         """`wanted` selects the operators to observe, `is_asked` the operators to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress

@@ -65,14 +65,9 @@ class Reference:
         return judgement
 
     def carried(
-        self,
-        row: RecordedRow,
-        weights_T: np.ndarray,
-        temperature: float,
-        first_position: int,
-        windows: Sequence[Window],
-        errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
-    ) -> list[dict[Point, float]]:
+        self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
+        windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
+    ) -> list[dict[Point, float]]:  # fmt: skip
         """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
         times gradient.
 

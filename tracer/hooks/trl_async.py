@@ -207,16 +207,9 @@ class AsyncTrainerHooks(TrainerHooks):
         return batch
 
     def _add_terms(
-        self,
-        state: TrainerState,
-        pass_name: str,
-        batch: Batch,
-        row: PackedRow,
-        *,
-        logprobs: Any,
-        entropy: Any = None,
-        version: int | None = None,
-    ) -> None:
+        self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
+        entropy: Any = None, version: int | None = None,
+    ) -> None:  # fmt: skip
         """Record a pass's values for each loss term. `version` is the trainer's policy version; None for the engine."""
         count = len(row.samples)
         forward = None

@@ -417,17 +417,9 @@ class TrainerHooks:
             loss.recorded.train_scored[loss.rows] = True
 
     def _add_scores(
-        self,
-        state: TrainerState,
-        recorded: Recorded,
-        pass_name: str,
-        contract: dict[str, Any] | None,
-        scoring: Scoring,
-        *,
-        rows: np.ndarray,
-        scored_mask: Any,
-        policy_version: int | None,
-    ) -> None:
+        self, state: TrainerState, recorded: Recorded, pass_name: str, contract: dict[str, Any] | None,
+        scoring: Scoring, *, rows: np.ndarray, scored_mask: Any, policy_version: int | None,
+    ) -> None:  # fmt: skip
         recorder = self.session.recorder
         split = recorded.batch.split
         if split == TRAIN_SPLIT and contract is not None:

@@ -38,13 +38,9 @@ class Fields:
     """A record's fields, by trace column name. Reading a missing field gives None."""
 
     def __init__(
-        self,
-        record: Mapping[Any, Any],
-        columns: Mapping[str, tuple[str, ...]],
-        where: str,
-        seen: set[str],
+        self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
         budget: Budget,
-    ):
+    ):  # fmt: skip
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
         self.record = record

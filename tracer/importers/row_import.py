@@ -250,15 +250,9 @@ class RowImport:
 
 @contextmanager
 def open_import(
-    output: str | os.PathLike[str],
-    format: str,
-    url: str,
-    selection: Selection,
-    *,
-    ordered: bool,
-    grows: bool,
+    output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
-) -> Iterator[RowImport]:
+) -> Iterator[RowImport]:  # fmt: skip
     """Open a RowImport for a new or a growing trace; a failed import leaves no files behind. Raises ImportFailed."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)

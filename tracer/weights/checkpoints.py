@@ -88,13 +88,9 @@ def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    tokenizer: Mapping[str, bytes],
-    *,
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes], *,
     prefix: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """Write weights, a model's config and tokenizer files to a folder that `from_pretrained` can load.
 
     With `prefix` `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and

@@ -70,15 +70,10 @@ class WeightWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        writer: str,
-        account: Callable[[dict[str, SealedFile]], None],
-        *,
-        versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
-        most_a_keyframe: int = MOST_A_KEYFRAME,
+        self, folder: Path, writer: str, account: Callable[[dict[str, SealedFile]], None], *,
+        versions_a_keyframe: int = VERSIONS_A_KEYFRAME, most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
-    ):
+    ):  # fmt: skip
         """`account` is called with path in the trace -> SealedFile of each metadata file written."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
