@@ -81,4 +81,6 @@ def question_id(question: LocateQuestion) -> str:
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
+    if question.operators is None:  # questions from earlier releases have none
+        del asked["operators"]
     return short_hash(canonical_json(asked).encode())
