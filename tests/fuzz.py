@@ -41,6 +41,7 @@ PIPE_LIMIT_S = 15  # where a pipe lies in the trace: to wait for it is the one f
 PEAK_BYTES = 2 * 2**30
 MOST_REFERENCES = 48  # of one case
 OUTCOMES = ("right", "said", "refused", "hostile", "FAILED")
+FOREIGN = ("replace by other trace", "trace.json")
 FOLDERS = "writers|sequences|scores|metrics|passes|dense|weights|sums|index|journal|tokenizer"
 COPIES = ("sums", "index")  # made of the other files: they may go, and are made anew
 MAY_GO = ("reserve", *COPIES)
@@ -355,6 +356,10 @@ class Fuzzer:
                     raise Failed(unsaid)
                 case.outcome = "said"
                 return
+        # Under the trace.json of another run nothing of this run counts, and `info` is that of the other, with no rows.
+        if case.arguments[0] == "info" and all(each == FOREIGN for each in case.damages):
+            case.outcome = "said"
+            return
         raise Failed(f"other rest: said {', '.join(sorted(told))[:150]}, and the numbers are of no rest without that")
 
     def compare(self, case, answer, reference):
