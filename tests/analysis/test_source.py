@@ -363,8 +363,8 @@ OPTIONS = {
 }  # fmt: skip
 """What a command needs beside the trace; `query` takes it before the trace."""
 
-BEFORE_TOKENS = {"info", "weights", "replay", "triangulate", "gradient", "locate"}
-"""Commands that read no logprobs, or find no weights in this trace before they would."""
+BEFORE_TOKENS = {"info", "verify", "weights", "replay", "triangulate", "gradient", "locate"}
+"""Commands that read no logprobs, as verify, which compares checksums, or find no weights in this trace before they would."""
 
 
 @pytest.mark.slow
