@@ -248,18 +248,18 @@ class _Form:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
-        self,
-        *,
-        json: Callable[[], Any],
-        text: Callable[[int | None], str],
-        rows: Callable[[], Rows] | None = None,
+        self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
-        """Print a result in this format; `rows` is its table, for CSV."""
+        """Print a result in this format; `rows` is its table, for CSV. JSON is an object with the result's fields, or its table
+        under `rows`, and the damaged files under `damaged`."""
         if self.as_json:
-            _print_json(json())
+            value = json()
+            found = value if isinstance(value, dict) else {"rows": value}
+            _print(to_json({"damaged": list(_damage_told)} | found))
         elif self.as_csv:
             assert rows is not None
-            _print_csv(rows())
+            for line in to_csv(rows()):
+                _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
         else:
             _say(text(self.width))
 
@@ -545,11 +545,6 @@ def verify(trace: str, form: _Form) -> None:
         text=lambda width: verification_text(found, width),
         rows=lambda: found.folders,
     )
-    if found.unchecked_writers:
-        _tell(
-            f"{len(found.unchecked_writers)} writers from an older release wrote no checksums; their files are "
-            f"readable but cannot be verified"
-        )
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
         raise click.exceptions.Exit(2)
@@ -739,12 +734,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by(
-    "run",
-    "step",
-    "length",
-    help="What each row describes; length: quartiles of sequence length in tokens.",
-)
+@_by("run", "step", "length", help="What each row describes; length: quartiles of sequence length in tokens.")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
@@ -1124,10 +1114,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["parquet", "tensorboard", "wandb"]),
-    help="File format to write.",
+    "--to", required=True, type=click.Choice(["parquet", "tensorboard", "wandb"]), help="File format to write."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
 @_pair
@@ -1189,17 +1176,6 @@ def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **
 
 def _size(path: str) -> str:
     return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
-
-
-def _print_json(value: Any) -> None:
-    """Print a JSON object: a result's fields (or its table under `rows`), and the damaged files under `damaged`."""
-    found = value if isinstance(value, dict) else {"rows": value}
-    _print(to_json({"damaged": list(_damage_told)} | found))
-
-
-def _print_csv(rows: Rows) -> None:
-    for line in to_csv(rows):
-        _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
 
 
 def _tell(sentence: str) -> None:

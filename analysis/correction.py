@@ -54,15 +54,9 @@ class Correction:
 
 
 def published(
-    a: str = "train",
-    b: str = "rollout",
-    *,
-    token_threshold: float = 2.0,
-    sequence_threshold: float = 2.0,
-    icepop: tuple[float, float] = (0.5, 5.0),
-    geometric: tuple[float, float] = (0.999, 1.002),
-    veto: float = 1e-4,
-) -> list[Correction]:
+    a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
+    icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
+) -> list[Correction]:  # fmt: skip
     """Return the published corrections, by default with published thresholds. verl's presets always use their own
     thresholds."""
     ratio = f"{a}/{b}"

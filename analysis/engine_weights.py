@@ -193,13 +193,9 @@ class _Engine:
         self._was_given = False
 
     def compared(
-        self,
-        at: tuple[int, str, int],
-        tensors: Sequence[tuple[Any, ...]],
-        had: Mapping[str, Mapping[int, int]],
-        updated: Collection[str],
-        plain: Sequence[int],
-    ) -> EngineVersion:
+        self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
+        updated: Collection[str], plain: Sequence[int],
+    ) -> EngineVersion:  # fmt: skip
         """Compare the next version. `plain` has the number of tensors that are only counted, all of which agree, and
         the number of these that changed."""
         agreeing, differences, num_unknown = set(), [], 0
@@ -298,20 +294,12 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
         elif any(version.num_updated for version, _ in seen):
             cause = PARTIAL
     return EngineFault(
-        cause=cause,
-        tensor=worst.tensor,
-        version=last.version,
-        holds_version=worst.holds_version,
-        given_version=last.given.get(worst.tensor),
-        is_loaded=worst.is_loaded,
-        num_tensors=len(differences),
-        of_tensors=last.num_known,
-        num_versions=len({version.version for version, _ in seen}),
-        of_versions=of_versions,
-        first_version=seen[0][0].version,
-        cast=worst.cast,
+        cause=cause, tensor=worst.tensor, version=last.version, holds_version=worst.holds_version,
+        given_version=last.given.get(worst.tensor), is_loaded=worst.is_loaded, num_tensors=len(differences),
+        of_tensors=last.num_known, num_versions=len({version.version for version, _ in seen}),
+        of_versions=of_versions, first_version=seen[0][0].version, cast=worst.cast,
         steps=frozenset(version.step for version, _ in seen),
-    )
+    )  # fmt: skip
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:

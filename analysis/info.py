@@ -111,8 +111,6 @@ class TraceInfo(Result):
     """Number of stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
-    has_checksums: bool = True
-    """True if every file has checksums. Without checksums (earlier releases), damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
     """One sentence for each process that is not visible from this machine: why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
@@ -139,28 +137,17 @@ def info(trace: str | Database) -> TraceInfo:
     versions = next((state.versions for state in source.writers if state.versions), {})
     (counts,) = database.ask(_COUNTS).dicts()
     return TraceInfo(
-        run=source.run,
-        path=source.store.url,
-        exit_code=command_exit_code(source.writers),
-        state=_state(source, writers),
-        model=model.get("name") or model.get("class"),
-        num_parameters=model.get("num_parameters"),
-        model_dtypes=dict(model.get("dtypes") or {}),
+        run=source.run, path=source.store.url, exit_code=command_exit_code(source.writers),
+        state=_state(source, writers), model=model.get("name") or model.get("class"),
+        num_parameters=model.get("num_parameters"), model_dtypes=dict(model.get("dtypes") or {}),
         tokenizer=tokenizer.get("name") or tokenizer.get("class"),
         versions={name: versions[name] for name in ("python", *NUMERIC_LIBRARIES) if name in versions},
-        passes=_passes(database),
-        writers=tuple(writers),
-        num_bytes=_bytes(source),
-        num_located=len(result_ids(source.store)),
-        attempts=attempts(database),
-        has_checksums=not source.unchecked,
-        judged=tuple(_judged(source)),
+        passes=_passes(database), writers=tuple(writers), num_bytes=_bytes(source),
+        num_located=len(result_ids(source.store)), attempts=attempts(database), judged=tuple(_judged(source)),
         missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
-        damaged=tuple(source.damaged),
-        ignored=tuple(source.ignored),
-        **{name: getattr(source.manifest, name) for name in _OF_MANIFEST},
-        **counts,
-    )
+        damaged=tuple(source.damaged), ignored=tuple(source.ignored),
+        **{name: getattr(source.manifest, name) for name in _OF_MANIFEST}, **counts,
+    )  # fmt: skip
 
 
 _OF_MANIFEST = (
@@ -241,10 +228,10 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     for name, count, first, last in _unscored(database, ranges):
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
-    count, step, seq_id = _twice(database, ranges)
-    if count:
+    if twice := [row for row in _of_ranges(database, _TWICE, ranges) if row[0]]:
+        _, step, seq_id = twice[0]
         found.append(
-            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}) and are counted twice: two processes "
+            f"{sum(row[0] for row in twice)} sequences were recorded twice (first: step {step}, {seq_id!r}) and are counted twice: two processes "
             "used the same seq_id; give each sequence its own seq_id"
         )
     for writer in writers:
@@ -287,12 +274,6 @@ def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str
         if found := [row for row in rows if row[0] == name]:
             _, counts, firsts, lasts = zip(*found, strict=True)
             yield name, sum(counts), min(firsts), max(lasts)
-
-
-def _twice(database: Database, ranges: Sequence[range]) -> tuple[int, int, str]:
-    """Return the number of duplicate sequence names, and the step and name of the first."""
-    found = [row for row in _of_ranges(database, _TWICE, ranges) if row[0]]
-    return (sum(row[0] for row in found), *found[0][1:]) if found else (0, 0, "")
 
 
 def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values: Any) -> list[tuple[Any, ...]]:

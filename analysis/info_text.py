@@ -59,11 +59,9 @@ def _facts(info: TraceInfo) -> dict[str, str]:
         "capture": _capture(info),
         "located": located if info.num_located else "",
         "size": f"{decimal(sum(info.num_bytes.values()))} ({', '.join(f'{k} {decimal(v)}' for k, v in largest if v)})",
-        "checksums": "" if info.has_checksums else _NO_CHECKSUMS,
     }
 
 
-_NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
 """A writer is listed if training waited for the disk at least this long, in seconds."""
 

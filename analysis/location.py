@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ..schemas.errors import tell_damage
 from ..schemas.results import Result
-from ..tracer.located import Divergence, KeptResult, Located, OperatorError, Router, WeightDifference, read_results
+from ..tracer.located import Findings, KeptResult, Located, OperatorError, read_results
 from .rows import Rows, table
 from .statistics.estimators import Array
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends
@@ -54,43 +54,25 @@ class PatchShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Location(Result):
-    """Where two executions diverge, on some sequences of a step. `Located` documents the other fields."""
+class Location(Findings, Result):
+    """Where two executions diverge, on some sequences of a step, and how much each operator contributes."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 
-    run: str
-    step: int
-    policy_version: int
-    device: str
-    a: str
-    b: str
-    only: str
-    chosen: str
     num_sequences: int
     num_groups: int
     """Number of resampling units for the intervals."""
     no_interval: str | None
     """Reason why shares have no interval; None if they have one."""
-    num_tokens: int
-    mean_abs_d: float
-    max_abs_d: float
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
     """Share of mean d^2 that the operators' own errors account for together: 1 if the model is linear in the errors;
     None without a mismatch.
     """
-    first: Divergence | None
-    weights: tuple[WeightDifference, ...]
-    routers: tuple[Router, ...]
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
-    operators: tuple[OperatorError, ...]
-    unseen: tuple[str, ...]
-    unjudged: dict[str, str]
-    engines: tuple[str, ...]
     kept: str | None = None
     """Path of the result in the trace; None if not stored."""
     not_kept: str | None = None
@@ -127,15 +109,8 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
         no_interval=no_interval.value if no_interval is NoInterval.FEW else None,
         gap_rms=(total / max(found.num_tokens, 1)) ** 0.5, explained=sum(each.carried for each in kinds) if total else None,
         layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))), kept=kept, not_kept=not_kept,
-        **{name: getattr(found, name) for name in _AS_FOUND},
+        **{each.name: getattr(found, each.name) for each in fields(Findings)},
     )  # fmt: skip
-
-
-_AS_FOUND = (
-    "run", "step", "policy_version", "device", "a", "b", "only", "chosen", "num_tokens", "mean_abs_d", "max_abs_d", "first",
-    "weights", "routers", "operators", "unseen", "unjudged", "engines",
-)  # fmt: skip
-"""Fields copied from `Located`."""
 
 
 def _carried(

@@ -67,13 +67,11 @@ def compare(a: Routing, b: Routing) -> Agreement:
         num_weights_NL = num_common_NL
         abs_dweight_NL = np.where(common_NLSS, gaps_NLSS, 0.0).sum(axis=(-1, -2))
     return Agreement(
-        known_NL=known_NL,
-        same_experts_NL=known_NL & as_many & (num_common_NL == slots_a),
+        known_NL=known_NL, same_experts_NL=known_NL & as_many & (num_common_NL == slots_a),
         same_order_NL=known_NL & ((ids_a == ids_b).all(axis=-1) if as_many else False),
-        overlap_NL=num_common_NL / max(slots_a, slots_b),
-        num_weights_NL=num_weights_NL,
+        overlap_NL=num_common_NL / max(slots_a, slots_b), num_weights_NL=num_weights_NL,
         abs_dweight_NL=abs_dweight_NL,
-    )
+    )  # fmt: skip
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:

@@ -153,13 +153,9 @@ def approximate(rows: Rows) -> list[str]:
 
 
 def likeness(
-    traces: Traces | Database,
-    *,
-    pair: str = "train:rollout",
-    steps: str = ALL_STEPS,
-    like: str | None = None,
+    traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Return the source of the metrics of `stats` with `like`, and notes on these traces; empty without `like`.
 
     `options` are those of `stats`.

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pyarrow.parquet import ParquetFile
 
 from ..schemas.checksums import SealedFile, whole_hash
-from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
+from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
@@ -31,7 +31,7 @@ from .rows import Rows, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database
 
-COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
+COLUMNS = ("folder", "num_files", "num_bytes", "num_damaged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,11 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: files read, bytes, files with checksums, and damaged files."""
+    """One row per folder: files read, bytes, and damaged files."""
     damaged: tuple[str, ...]
     """Descriptions of damaged or missing files, one sentence each."""
     ignored: tuple[str, ...]
     """Descriptions of files that do not belong to the trace, one sentence each."""
-    unchecked_writers: tuple[str, ...]
-    """Writers from earlier releases, whose files have no checksums and were only checked for readability."""
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +69,6 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         folders=Rows(COLUMNS, [(name, *counts) for name, counts in found.counts.items() if counts[0]]),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
         ignored=(*source.ignored, *found.ignored),
-        unchecked_writers=tuple(source.unchecked),
     )
 
 
@@ -91,8 +88,6 @@ class _Part:
     name: str
     """Name of the unit, unique within the folder."""
     num_bytes: int
-    is_checked: bool
-    """True if the writer of the unit recorded checksums."""
     read: Callable[[], Any]
     """Function that reads the unit, and raises an error that describes any damage."""
     of_parts: Callable[[], list[str]] = list
@@ -160,28 +155,22 @@ class _Verifier:
             damage = [str(error), *part.of_parts()]
         except Exception as error:  # libraries raise arbitrary errors on damaged bytes
             damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy", *part.of_parts()]
-        added = (1, part.num_bytes, part.is_checked, bool(damage))
+        added = (1, part.num_bytes, bool(damage))
         self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
         self.damaged += damage
         return part.num_bytes
 
-    def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part | str:
+    def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part:
         record = self._records.get(relative)
-        try:
-            is_checked = file.has_checksums
-        except (DamagedTrace, QueryFailed) as error:  # the footer is read only now
-            return str(error)
 
         def read() -> None:
             whole = file.verify()
             if record is not None and whole != record.hash:
                 raise ValueError("the content differs from what its writer wrote")
-            if not is_checked:
-                ParquetFile(pa.BufferReader(self.store.read_bytes(relative))).read()
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"the rows cover steps {found}, but the writer recorded {record.steps}")
 
-        return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=is_checked, read=read)
+        return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, read=read)
 
     def _document(self, folder: str, relative: str, record: SealedFile) -> _Part:
         def read() -> None:
@@ -193,7 +182,7 @@ class _Verifier:
             if not is_of_size or whole_hash(content) != record.hash:
                 raise ValueError("the content differs from what its writer wrote")
 
-        return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, is_checked=True, read=read)
+        return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, read=read)
 
     def _groups(self) -> Iterator[_Part | str]:
         """Yield sealed groups of captured distributions, and journals of unsealed ones."""
@@ -204,17 +193,12 @@ class _Verifier:
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
                 continue  # the journal is read below
-            yield _Part(
-                folder=DENSE, name=relative, num_bytes=self.store.size(relative),
-                is_checked=f"{relative}/zarr.json" in self._records, read=partial(self._group, segment),
-            )  # fmt: skip
+            read = partial(self._group, segment)
+            yield _Part(folder=DENSE, name=relative, num_bytes=self.store.size(relative), read=read)
         for segment, tables in journaled_segments(self.store).items():
             if DENSE_TABLE in tables and not is_sealed(self.store, segment):
-                where = segment.journal(DENSE_TABLE)
-                yield _Part(
-                    folder=DENSE, name=where, num_bytes=self.store.file_size(where), is_checked=True,
-                    read=partial(self._journal, segment),
-                )  # fmt: skip
+                where, read = segment.journal(DENSE_TABLE), partial(self._journal, segment)
+                yield _Part(folder=DENSE, name=where, num_bytes=self.store.file_size(where), read=read)
 
     def _ask_for_groups(self) -> None:
         """Open the Zarr groups to which scores refer: captured distributions and router choices."""
@@ -261,7 +245,7 @@ class _Verifier:
             for attempt in attempts:
                 name = f"{WEIGHTS}: version {version}" + (f", attempt {attempt}" if len(attempts) > 1 else "")
                 yield _Part(
-                    folder=WEIGHTS, name=name, num_bytes=num_bytes, is_checked=True,
+                    folder=WEIGHTS, name=name, num_bytes=num_bytes,
                     read=partial(reader.load, version, attempt), of_parts=partial(reader.damaged_parts, version, attempt),
                 )  # fmt: skip
 
@@ -269,10 +253,8 @@ class _Verifier:
         """Yield the results of `locate`."""
         seen = {result_path(result): result for result in result_ids(self.store)}
         for relative, result in seen.items():
-            yield _Part(
-                folder=LOCATE, name=relative, num_bytes=self.store.file_size(relative), is_checked=True,
-                read=partial(read_result, self.store, result),
-            )  # fmt: skip
+            read = partial(read_result, self.store, result)
+            yield _Part(folder=LOCATE, name=relative, num_bytes=self.store.file_size(relative), read=read)
         self.ignored += [
             f"{self.store.shown(f'{LOCATE}/{name}')}: not a result of `locate`; remove it"
             for name in self.store.files(LOCATE)

@@ -1,9 +1,8 @@
 """Measure the cost of checksums: writing, opening and reading a trace with and without them."""
 
-import json
 import shutil
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,11 +23,11 @@ SCAN = "SELECT pass, sum(list_sum(logprobs)), count(*) FROM scores GROUP BY pass
 
 
 def compare():
-    """Measure a trace of 16 million tokens, and one of 800 small files from 8 writers."""
+    """Measure a trace of 16 million tokens."""
     steps = [make_step(number % 4) for number in range(NUM_STEPS)]
     short = [make_step(number % 4, longest=180) for number in range(NUM_STEPS)]
     with tempfile.TemporaryDirectory() as folder:
-        trace, bare, small = (Path(folder, name) for name in ("trace", "bare", "small"))
+        trace, bare = (Path(folder, name) for name in ("trace", "bare"))
         for what, recorded in (("long responses", steps), ("short responses", short)):
             taken = in_turn(
                 ROUNDS,
@@ -37,11 +36,6 @@ def compare():
             )
             yield _at_most_three_percent(f"time to record, {what}", taken)
         _record(steps, trace)
-        _record_many(small)
-        first = Path(folder, "first")
-        _copy_without_accounts(small, first)
-        taken = in_turn(ROUNDS, checked=lambda: _open(small), bare=lambda: _open(first))
-        yield _at_most_three_percent("time to open 800 files and count their rows", taken)
         opened, alone = connect(trace), duckdb.connect()
         alone.execute(f"CREATE VIEW scores AS FROM '{trace}/scores/*.parquet'")
         taken = in_turn(
@@ -65,27 +59,6 @@ def _record(steps, folder):
     with Recorder(folder, force=True) as recorder:
         for number, step in enumerate(steps, 1):
             record(recorder, number, step)
-
-
-def _record_many(folder):
-    """800 files of 8 writers."""
-    step = make_step(0, num_sequences=8, longest=64)
-    with ExitStack() as recorders:
-        for writer in range(8):
-            recorder = recorders.enter_context(Recorder(folder, join=True))
-            recorder.writer.segments.seal_bytes = 1
-            for number in range(25):
-                record(recorder, 25 * writer + number + 1, step)
-
-
-def _copy_without_accounts(trace, folder):
-    """Copy a trace as format 1, whose writers do not list their files, so that nothing is compared on opening."""
-    shutil.copytree(trace, folder)
-    for path in (folder / "trace.json", *(folder / "writers").iterdir()):
-        content = json.loads(path.read_text())
-        for name in ("checksum", "files", "journals"):
-            content.pop(name, None)
-        path.write_text(json.dumps(content | ({"format_version": 1} if path.name == "trace.json" else {})))
 
 
 def _record_bare(steps, folder):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from comparison import Comparison, seconds
+from tim_trace.schemas.documents import WriterState
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter
@@ -36,7 +37,7 @@ def compare():
                 tensor.grad = torch.randn_like(tensor)
             updating.append(seconds(optimizer.step))
         writer.close()
-        reader = WeightReader(Store(folder))
+        reader = reader_of(folder)
         kept = [reader.parts[version][0] for version in reader.versions]
         for kind, at_least in (("keyframe", 300), ("delta", 300)):
             rates = [
@@ -67,9 +68,9 @@ def _rebuilding(folder, kept):
     far = sorted(kept, key=lambda part: _distance(kept, part))[-REBUILT:]
     plain, rebuilt, following = [], [], []
     for number, part in enumerate(far):
-        plain.append(seconds(lambda: WeightReader(Store(folder)).load(keyframes[number % len(keyframes)])))  # noqa: B023
-        rebuilt.append(seconds(lambda: WeightReader(Store(folder)).load(part.version)))  # noqa: B023
-    reader = WeightReader(Store(folder))
+        plain.append(seconds(lambda: reader_of(folder).load(keyframes[number % len(keyframes)])))  # noqa: B023
+        rebuilt.append(seconds(lambda: reader_of(folder).load(part.version)))  # noqa: B023
+    reader = reader_of(folder)
     reader.load(keyframes[0])
     for version in range(keyframes[0] + 1, keyframes[0] + REBUILT):
         start = time.perf_counter()
@@ -92,3 +93,7 @@ def _distance(kept, part):
         distance += part.num_bytes
         part = by_row[part.parent_row]
     return distance
+
+
+def reader_of(folder):
+    return WeightReader(Store(folder), [WriterState(writer="p1")])

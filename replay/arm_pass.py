@@ -100,14 +100,11 @@ class ArmPass:
         batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
         stale = self.arm.weights_version
         self._recorder.add_scores(
-            self.name,
-            batch,
-            logprobs=[value.astype(np.float32) for value in scored.logprobs],
+            self.name, batch, logprobs=[value.astype(np.float32) for value in scored.logprobs],
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
-            forward=_forward(step, scored) if scored.batches else None,
-            routing=joined(scored.routing),
-        )
+            forward=_forward(step, scored) if scored.batches else None, routing=joined(scored.routing),
+        )  # fmt: skip
         self._recorder.flush()
 
     def remove(self) -> None:
@@ -117,9 +114,7 @@ class ArmPass:
         """
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
-        writers = {
-            state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files or ())
-        }
+        writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}
         sealed = self.run.table(SCORES, ds.field("pass") == self.name, ["writer"])["writer"].to_pylist()
         for name in sorted({*writers, *sealed}):
             path = f"{WRITERS}/{name}.json"

@@ -170,14 +170,9 @@ def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
 
 
 def forwards(
-    rows: Sequence[RecordedRow],
-    pad_id: int,
-    *,
-    batch_size: int | None = None,
-    batch_tokens: int | None = None,
-    padding: str = LEFT,
-    device: str = "cpu",
-) -> list[ForwardBatch]:
+    rows: Sequence[RecordedRow], pad_id: int, *, batch_size: int | None = None, batch_tokens: int | None = None,
+    padding: str = LEFT, device: str = "cpu",
+) -> list[ForwardBatch]:  # fmt: skip
     """Group rows into forward passes as recorded, or `batch_size` rows at a time in the recorded order and width.
 
     `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer

@@ -134,15 +134,9 @@ def _arms(given: Sequence[str | Arm], changes: dict[str, Any]) -> list[Arm]:
 
 
 def _wanted(
-    run: RecordedRun,
-    arms: list[Arm],
-    steps: list[int],
-    force: bool,
-    sample: Sample | None,
-    device: str,
-    *,
+    run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
-) -> list[_Wanted]:
+) -> list[_Wanted]:  # fmt: skip
     """Return the remaining work for each arm. All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
@@ -331,14 +325,9 @@ class _UnitScorer:
 
 
 def _results(
-    run: RecordedRun,
-    wanted: list[_Wanted],
-    sample: Sample | None,
-    device: str,
-    ray: str | None,
-    gpus: float,
+    run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, ray: str | None, gpus: float,
     advance: Advance,
-) -> Iterator[ReplayedStep]:
+) -> Iterator[ReplayedStep]:  # fmt: skip
     """Score each step under each arm, here or on Ray actors. The order of the results is the same in both cases."""
     units = [
         _Unit(
@@ -416,13 +405,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
-        arm=scorer.arm.name,
-        step=step,
-        num_tokens=len(d),
-        num_equal=int(same.sum()),
-        mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
-        max_abs_d=float(np.abs(d).max(initial=0.0)),
-        identity_held=not_held is None,
-        not_held=not_held,
-        differs=differs,
-    )
+        arm=scorer.arm.name, step=step, num_tokens=len(d), num_equal=int(same.sum()),
+        mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0, max_abs_d=float(np.abs(d).max(initial=0.0)),
+        identity_held=not_held is None, not_held=not_held, differs=differs,
+    )  # fmt: skip

@@ -115,13 +115,9 @@ class HfScorer:
         with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU initialises CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
-                dtype=self.numerics.dtype,
-                attention=self.numerics.attention,
-                experts=self._experts,
-                device=self.device,
-                factory=self.run.model_factory,
-                allow_kernel=self.run.allow_kernel,
-            )
+                dtype=self.numerics.dtype, attention=self.numerics.attention, experts=self._experts,
+                device=self.device, factory=self.run.model_factory, allow_kernel=self.run.allow_kernel,
+            )  # fmt: skip
         for buffer in model.buffers() if self.numerics.buffers_dtype else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self.numerics.buffers_dtype)
@@ -179,10 +175,7 @@ class HfScorer:
         arm = self.arm
         if self.numerics.uses_trl and not self.calls_whole_model:
             return trl.TrlScorer(
-                model,
-                self.contract,
-                autocast_dtype=self.numerics.autocast,
-                head_in_fp32=self.numerics.head_in_fp32,
+                model, self.contract, autocast_dtype=self.numerics.autocast, head_in_fp32=self.numerics.head_in_fp32
             )
         head = Head(
             temperature=self.numerics.temperature,
@@ -196,13 +189,9 @@ class HfScorer:
         if not gives_hidden(model):
             return ModuleScorer(model, head, arm)
         return TransformersScorer(
-            model,
-            head,
-            cached_tokens=arm.cached_tokens,
-            kv_dtype=arm.kv_dtype,
-            autocast_dtype=self.numerics.autocast,
-            compile=arm.compile,
-        )
+            model, head, cached_tokens=arm.cached_tokens, kv_dtype=arm.kv_dtype,
+            autocast_dtype=self.numerics.autocast, compile=arm.compile,
+        )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows that must run to score `rows`: with recorded batches, all rows of their forward passes."""
@@ -270,13 +259,9 @@ class HfScorer:
             ]
         pad_id = self.run.model["config"].get("pad_token_id") or 0
         made = forwards(
-            rows,
-            pad_id,
-            batch_size=self.arm.batch_size or self.rows_left,
-            batch_tokens=self.arm.batch_tokens,
-            padding=self._padding,
-            device=self.device,
-        )
+            rows, pad_id, batch_size=self.arm.batch_size or self.rows_left, batch_tokens=self.arm.batch_tokens,
+            padding=self._padding, device=self.device,
+        )  # fmt: skip
         for batch in made if self._attended else ():  # padded batches only
             batch.mask_BW[:, : self._attended], batch.mask_BW[:, self._attended :] = 1, 0  # type: ignore[union-attr]
         return made

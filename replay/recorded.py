@@ -77,13 +77,9 @@ class RecordedRun:
     """A local trace, open for replay."""
 
     def __init__(
-        self,
-        trace: str | os.PathLike[str],
-        *,
-        model_factory: str | None = None,
-        weights_from: str | os.PathLike[str] | None = None,
-        allow_kernel: Sequence[str] = (),
-    ):
+        self, trace: str | os.PathLike[str], *, model_factory: str | None = None,
+        weights_from: str | os.PathLike[str] | None = None, allow_kernel: Sequence[str] = (),
+    ):  # fmt: skip
         """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
         `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is a
@@ -280,13 +276,9 @@ class RecordedRun:
         return sorted(rows, key=lambda row: (row.writer, row.forward_id, row.forward_row))
 
     def _row(
-        self,
-        step: int,
-        pass_name: str,
-        scores: pa.Table,
-        index: int,
+        self, step: int, pass_name: str, scores: pa.Table, index: int,
         tokens: dict[str, tuple[np.ndarray, np.ndarray, int | None]],
-    ) -> RecordedRow:
+    ) -> RecordedRow:  # fmt: skip
         given = {name: scores[name][index].as_py() for name in scores.column_names if name != "logprobs"}
         assumed = ""
         if given["policy_version"] is None and given["seq_id"] in tokens:

@@ -75,14 +75,11 @@ def _integer(text: str) -> int:
     return value
 
 
-def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool) -> dict[str, Any]:
-    """Return the fields of a document after verifying its checksum. The checksum field is not returned.
-
-    Raises DamagedTrace if the content does not match its checksum. A missing checksum is accepted unless `needs_checksum`.
-    """
+def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
+    """Return the fields of a document, except its checksum. Raises DamagedTrace if they do not match the checksum."""
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
-    if needs_checksum if checksum is None else checksum != whole_hash(_canonical(values).encode()):
+    if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(f"{where}: {lacks}, so {what} was changed or damaged after writing; restore it from a copy")
     return values
@@ -110,8 +107,7 @@ def _first_line(error: Exception) -> str:
 
 FORMAT = "tim-trace"
 FORMAT_VERSION = 2
-"""Version 1 has no checksums. Since version 2, writers list their files and checksums, and rows have an `attempt`."""
-CHECKED_SINCE = 2
+"""Version 1, which had no checksums, was never released and is not read."""
 
 _WHAT = "the trace.json of a trace"
 
@@ -143,11 +139,6 @@ class Manifest:
         """True if the trace was imported from another tool's files."""
         return self.source.startswith("import ")
 
-    @property
-    def is_checked(self) -> bool:
-        """True if every file of the trace has checksums."""
-        return self.format_version >= CHECKED_SINCE
-
     def to_json(self) -> str:
         return to_document({"format": FORMAT, **asdict(self)})
 
@@ -156,7 +147,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     """Parse trace.json. `where` names the file in error messages. Raises DamagedTrace and NewerTrace."""
     found = read_object(content, where, _WHAT)
     version = found.get("format_version")
-    if found.get("format") != FORMAT or type(version) is not int or version < 1:
+    if found.get("format") != FORMAT or type(version) is not int or version < FORMAT_VERSION:
         raise DamagedTrace(
             f"{where}: not {_WHAT}; pass the folder written by `tim-trace record -o` or `tim-trace import`"
         )
@@ -165,8 +156,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
             f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}; "
             "upgrade it with: pip install --upgrade tim-trace"
         )
-    values = read_document(content, where, _WHAT, needs_checksum=version >= CHECKED_SINCE)
-    return as_record(values, Manifest, where, _WHAT)
+    return as_record(read_document(content, where, _WHAT), Manifest, where, _WHAT)
 
 
 # --- writers/<id>.json: files, environment and exit state of one process
@@ -184,8 +174,8 @@ class WriterState:
 
     writer: str
     """Name of the writer and prefix of all its file names."""
-    run_id: str | None = None
-    """UUID of the recorded run; None if an older release wrote the state."""
+    run_id: str = ""
+    """UUID of the recorded run."""
     state: str = OPEN
     """State of the writer: `open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
@@ -208,8 +198,8 @@ class WriterState:
     """Number of the training attempt, from 1; resuming a run begins a new attempt. None outside training."""
     attempt_key: str | None = None
     """Key shared by all writers of one attempt; for `tim-trace record`, the prefix of the keys of all attempts."""
-    files: dict[str, SealedFile] | None = None
-    """Sealed files by their path in the trace; None if the state was written by an older release, which had no list."""
+    files: dict[str, SealedFile] = field(default_factory=dict)
+    """Sealed files by their path in the trace."""
     replaced: tuple[str, ...] = ()
     """Files of other writers that were merged into this writer's files; readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
@@ -258,7 +248,7 @@ class WriterState:
     def to_json(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("files", "sources"):
-            values[name] = values[name] and {path: asdict(file) for path, file in values[name].items()}
+            values[name] = {path: asdict(file) for path, file in values[name].items()}
         return to_document(values)
 
 
@@ -274,10 +264,10 @@ def command_exit_code(states: Iterable[WriterState]) -> int | None:
     return next((code for code in codes if code), None if None in codes or not codes else 0)
 
 
-def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = False) -> WriterState:
+def parse_writer_state(content: bytes, where: str) -> WriterState:
     """Parse writers/<id>.json, ignoring unknown fields. Raises DamagedTrace."""
     what = "a writer's state"
-    return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
+    return as_record(read_document(content, where, what), WriterState, where, what)
 
 
 # --- Contracts: all settings that determine a pass's numbers, as JSON identified by a hash

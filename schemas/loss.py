@@ -215,22 +215,17 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
     level = SEQUENCE_MEAN if values["importance_sampling_level"] == "sequence" else TOKEN
     kl_weighted = bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0))
     return Loss(
-        kind=kind if kind in (CISPO, SAPO, VESPO) else PPO,
-        level=SEQUENCE_SUM if kind == VESPO else level,
-        clip_low=low,
-        clip_high=high,
-        clip_hard=_number(values, "delta", None),
+        kind=kind if kind in (CISPO, SAPO, VESPO) else PPO, level=SEQUENCE_SUM if kind == VESPO else level,
+        clip_low=low, clip_high=high, clip_hard=_number(values, "delta", None),
         aggregation=_grpo_aggregation(kind, values),
         max_tokens=int(_number(values, "max_completion_length", 0)) or None,
-        kl_coefficient=_number(values, "beta", 0.0),
-        kl_weighted=kl_weighted,
+        kl_coefficient=_number(values, "beta", 0.0), kl_weighted=kl_weighted,
         kl_level=level if kl_weighted and kind == VESPO else None,
         correction=str(values.get("vllm_importance_sampling_mode")) if corrected else "none",
         correction_low=_number(values, "vllm_importance_sampling_clip_min", None) if corrected else None,
         correction_high=_number(values, "vllm_importance_sampling_clip_max", None) if corrected else None,
-        unknown=_unknown(values),
-        **{name: _number(values, name, getattr(Loss(), name)) for name in _GRPO_OPTIONS},
-    )
+        unknown=_unknown(values), **{name: _number(values, name, getattr(Loss(), name)) for name in _GRPO_OPTIONS},
+    )  # fmt: skip
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
@@ -246,13 +241,9 @@ def _rloo(values: Mapping[str, Any]) -> Loss:
     """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (TRL 1.16, RLOOTrainer._compute_loss)."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
-        kind=PPO,
-        level=SEQUENCE_SUM,
-        clip_low=low,
-        clip_high=_number(values, "epsilon_high", low),
-        aggregation="sequence",
-        unknown=_unknown(values),
-    )
+        kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),
+        aggregation="sequence", unknown=_unknown(values),
+    )  # fmt: skip
 
 
 _NEUTRAL = {

@@ -84,13 +84,9 @@ _STEP = Column(
     null="",
 )
 _SEQ_ID = Column(
-    "seq_id",
-    pa.string(),
-    "name of the sequence; (step, seq_id, attempt) is unique in the trace",
-    null="",
-    keyword="seq_ids",
-    is_name=True,
-)
+    "seq_id", pa.string(), "name of the sequence; (step, seq_id, attempt) is unique in the trace", null="",
+    keyword="seq_ids", is_name=True,
+)  # fmt: skip
 _ATTEMPT = Column(
     "attempt",
     pa.int32(),
@@ -100,13 +96,9 @@ _ATTEMPT = Column(
     is_made=True,
 )
 _WRITER = Column(
-    "writer",
-    pa.string(),
-    "name of the process that recorded the row: a file in writers/",
-    null="",
-    is_made=True,
+    "writer", pa.string(), "name of the process that recorded the row: a file in writers/", null="", is_made=True,
     repeats=True,
-)
+)  # fmt: skip
 
 
 def _setting(name: str, type: pa.DataType, doc: str, unit: str = "") -> Column:

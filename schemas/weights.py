@@ -103,8 +103,8 @@ class WeightVersion:
     """Time when the version was written, ISO 8601 in UTC."""
     base_row: int | None = None
     """Row that an element delta refers to, which is a power of 4 rows earlier; None for a keyframe or an XOR."""
-    layout_hash: str | None = None
-    """XXH3-128 of the segment's zarr.json, which locates the tensors; None without checksums."""
+    layout_hash: str
+    """XXH3-128 of the segment's zarr.json, which locates the tensors."""
 
     @property
     def is_keyframe(self) -> bool:
@@ -126,10 +126,10 @@ class WeightVersion:
         return to_document({field.name: getattr(self, field.name) for field in fields(self)})
 
 
-def parse_weight_version(content: bytes, where: str, *, needs_checksum: bool = False) -> WeightVersion:
+def parse_weight_version(content: bytes, where: str) -> WeightVersion:
     """Parse a version's file. Raises DamagedTrace."""
     what = "a version of weights"
-    return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WeightVersion, where, what)
+    return as_record(read_document(content, where, what), WeightVersion, where, what)
 
 
 def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:

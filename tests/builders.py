@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from click.testing import CliRunner
+from forged import reseal, rewrite_table
 from fuzz_runner import Runner
 from shared import one_at_a_time
 from tim_trace import cli
@@ -189,30 +189,8 @@ def make_trace(path, steps=3, rows=4, passes=("rollout", "train"), first=1):
     return batches
 
 
-def as_first_format(path):
-    """Turn a trace into one of format 1, whose writers kept no account of their files."""
-    manifest = json.loads((path / "trace.json").read_text()) | {"format_version": 1}
-    del manifest["checksum"]
-    (path / "trace.json").write_text(json.dumps(manifest))
-    for file in (path / "writers").iterdir():
-        state = json.loads(file.read_text())
-        for name in (
-            "checksum",
-            "files",
-            "journals",
-            "attempt",
-            "attempt_key",
-            "boot_id",
-            "pid_namespace",
-            "process_start",
-        ):
-            del state[name]
-        file.write_text(json.dumps(state))
-
-
 def change_contract(path, pass_name, change):
-    """Turn a trace into one of format 1 whose pass has the contract that `change` makes of its own."""
-    as_first_format(path)
+    """Give a pass the contract that `change` makes of its own."""
     names = {}
     for file in (path / "passes" / pass_name).iterdir():
         content = json.loads(file.read_text())
@@ -220,10 +198,17 @@ def change_contract(path, pass_name, change):
         names[file.stem] = contract_hash(content["contract"])
         file.unlink()
         file.with_stem(names[file.stem]).write_text(json.dumps(content))
-    for file in (path / "scores").iterdir():
-        table = pq.read_table(file)
+
+    def renamed(table):
         place = table.column_names.index("contract")
         hashes = [names.get(name, name) for name in table["contract"].to_pylist()]
-        pq.write_table(
-            table.set_column(place, table.schema.field(place), pa.array(hashes, table.schema.field(place).type)), file
-        )
+        return table.set_column(place, table.schema.field(place), pa.array(hashes, table.schema.field(place).type))
+
+    for file in (path / "scores").iterdir():
+        rewrite_table(file, renamed)
+    for file in (path / "writers").iterdir():
+        text = file.read_text()
+        for before, after in names.items():
+            text = text.replace(f"passes/{pass_name}/{before}.json", f"passes/{pass_name}/{after}.json")
+        file.write_text(text)
+    reseal(path)

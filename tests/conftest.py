@@ -76,11 +76,11 @@ def shared_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def trace_v1(tmp_path):
-    """A copy of the trace that the first format version's release wrote."""
-    shutil.copytree(DATA / "trace-v1", tmp_path / "trace-v1")
-    shutil.copy(DATA / "trace-v1.json", tmp_path)
-    return tmp_path / "trace-v1"
+def trace_v2(tmp_path):
+    """A copy of the trace of format 2 that is kept for later releases."""
+    shutil.copytree(DATA / "trace-v2", tmp_path / "trace-v2")
+    shutil.copy(DATA / "trace-v2.json", tmp_path)
+    return tmp_path / "trace-v2"
 
 
 @pytest.fixture(scope="module")

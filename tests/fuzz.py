@@ -5,8 +5,8 @@
 
 A verb over a damaged trace gives the answer over the undamaged one (right); or one that names what is damaged, on stderr
 and under `damaged`, and is exactly the answer over a trace without the named files (said); or one line of error and exit
-code 2 (refused). Everything else is a failure. Of an edit that carries the right checksums, and of format 1, which has
-none, only this is asked: no traceback, no crash, no hang, no flood of memory, nothing written.
+code 2 (refused). Everything else is a failure. Of an edit that carries the right checksums, only this is asked: no
+traceback, no crash, no hang, no flood of memory, nothing written.
 """
 
 import argparse
@@ -41,6 +41,7 @@ PIPE_LIMIT_S = 15  # where a pipe lies in the trace: to wait for it is the one f
 PEAK_BYTES = 2 * 2**30
 MOST_REFERENCES = 48  # of one case
 OUTCOMES = ("right", "said", "refused", "hostile", "FAILED")
+FOREIGN = ("replace by other trace", "trace.json")
 FOLDERS = "writers|sequences|scores|metrics|passes|dense|weights|sums|index|journal|tokenizer"
 COPIES = ("sums", "index")  # made of the other files: they may go, and are made anew
 MAY_GO = ("reserve", *COPIES)
@@ -149,7 +150,7 @@ class Case:
     @property
     def hostile(self):
         """Whether nothing in the trace can tell the damage."""
-        return self.base == "first" or any("hostile" in mutation for mutation, _ in self.damages)
+        return any("hostile" in mutation for mutation, _ in self.damages)
 
     def says(self):
         damages = "; ".join(f"{mutation}: {path}" for mutation, path in self.damages)
@@ -355,6 +356,10 @@ class Fuzzer:
                     raise Failed(unsaid)
                 case.outcome = "said"
                 return
+        # Under the trace.json of another run nothing of this run counts, and `info` is that of the other, with no rows.
+        if case.arguments[0] == "info" and all(each == FOREIGN for each in case.damages):
+            case.outcome = "said"
+            return
         raise Failed(f"other rest: said {', '.join(sorted(told))[:150]}, and the numbers are of no rest without that")
 
     def compare(self, case, answer, reference):
@@ -455,7 +460,7 @@ class Fuzzer:
     def check_count(self, case, answer, trace):
         """Count the rows of a whole trace with pyarrow alone: the references have to be right themselves."""
         table = next((name for name, query in COUNTS.items() if query in case.arguments), None)
-        if table and "--json" in case.arguments and case.base != "first":
+        if table and "--json" in case.arguments:
             expected = count_rows(trace, table.removeprefix("all_"))
             if answer is None or list(answer["rows"][0].values()) != expected:
                 raise Failed(f"a whole trace has {expected} in {table}, and the answer is {answer}")

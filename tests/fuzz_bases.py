@@ -91,11 +91,6 @@ def make_imported(path):
     tim_trace("import", "parquet", path.parent / "dump.parquet", "-o", path)
 
 
-def make_first(path):
-    """A trace of format 1, which has no checksums."""
-    shutil.copytree(DATA / "trace-v1", path)
-
-
 BASES = {
     "sealed": make_sealed,
     "journals": make_journals,
@@ -104,7 +99,6 @@ BASES = {
     "attempts": make_attempts,
     "blocks": make_blocks,
     "imported": make_imported,
-    "first": make_first,
 }
 
 

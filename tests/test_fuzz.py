@@ -7,7 +7,7 @@ from fuzz import Fuzzer, table_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "num_cases"), [(2, 12), (3, 120)])
+@pytest.mark.parametrize(("seed", "num_cases"), [(5, 12), (3, 120)])
 def test_damaged_traces(tmp_path, seed, num_cases):  # `make fuzz` has seed 1
     fuzzer = Fuzzer(tmp_path, seed)
     try:

@@ -132,7 +132,7 @@ def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
     done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
     assert done.code == 0, done.stderr
     # A copy: statistics keep sums in a trace that they can write.
-    trace = shutil.copytree(ROOT / "tests" / "data" / "trace-v1", tmp_path / "trace-v1")
+    trace = shutil.copytree(ROOT / "tests" / "data" / "trace-v2", tmp_path / "trace-v2")
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path / "site")!r})

@@ -23,15 +23,9 @@ class Batch:
     """The sequences of one `add_sequences` call, to be passed to `add_scores`; rows are numbered in the order given."""
 
     def __init__(
-        self,
-        step: int,
-        seq_ids: list[str],
-        policy_version: Any = None,
-        folder: Path | None = None,
-        *,
-        attempt: int | None = None,
-        split: str = TRAIN_SPLIT,
-    ):
+        self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
+        attempt: int | None = None, split: str = TRAIN_SPLIT,
+    ):  # fmt: skip
         """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is in SPLITS."""
         self.step = step
         self.attempt = attempt

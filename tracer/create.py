@@ -337,7 +337,7 @@ def tokenizer_files(store: Store) -> set[str]:
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):
-        return {name for state in store.writers()[0] for name in state.files or () if name.startswith(f"{TOKENIZER}/")}
+        return {name for state in store.writers()[0] for name in state.files if name.startswith(f"{TOKENIZER}/")}
     return set()
 
 

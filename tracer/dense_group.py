@@ -76,10 +76,9 @@ def is_sealed(store: Store, segment: Segment) -> bool:
     if DENSE_TABLE not in journaled_segments(store).get(segment, ()):
         return True
     try:
-        files = store.writer(segment.writer).files
+        return where in store.writer(segment.writer).files
     except FileNotFoundError:
         return True
-    return files is None or where in files
 
 
 def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
@@ -91,8 +90,8 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
     )
 
 
-def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """Return a sealed group's entry in its writer's state; None if the trace has no file lists. Raises DamagedTrace."""
+def sealed_root(store: Store, segment: Segment) -> SealedFile:
+    """Return a sealed group's entry in its writer's state. Raises DamagedTrace."""
     where = f"{segment.dense}/zarr.json"
     try:
         files = store.writer(segment.writer).files
@@ -100,9 +99,9 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
         raise DamagedTrace(
             f"{store.shown(where)}: its writer's state is missing; restore writers/ from a copy"
         ) from error
-    if files is not None and where not in files:
+    if where not in files:
         raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state; remove the folder")
-    return None if files is None else files[where]
+    return files[where]
 
 
 def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:

@@ -58,27 +58,24 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 class SealedGroup:
     """The files of one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
-    def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
-        """`root` is the root's entry in the writer's state; None if an older release wrote no such entry."""
+    def __init__(self, store: Store, segment: Segment, root: SealedFile):
+        """`root` is the root's entry in the writer's state."""
         self.store, self.folder = store, segment.dense
-        document = self._document(f"{self.folder}/{DOCUMENT}")
-        if root is not None and whole_hash(document) != root.hash:
-            raise DamagedTrace(f"{self._shown(DOCUMENT)}: checksum mismatch; restore it from a copy")
-        self._files = _accounted(_json(document, self._shown(DOCUMENT)), self._shown(DOCUMENT)) if root else None
+        document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
+        if whole_hash(document) != root.hash:
+            raise DamagedTrace(f"{where}: checksum mismatch; restore it from a copy")
+        self._files = _accounted(_json(document, where), where)
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
         """Return the arrays of a group below the root, such as `replay/bf16`, by name."""
-        if self._files is None:
-            names = [*self.store.walk(f"{self.folder}/{group}")]
-        else:
-            names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
+        names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
 
     def verify(self) -> None:
         """Read and verify every file in the group. Raises DamagedTrace."""
-        for name in self._files or ():
+        for name in self._files:
             file = self._file(name)
             assert file is not None
             file.verify()
@@ -93,18 +90,11 @@ class SealedGroup:
         return file.read(begin, size if stop is None else stop)
 
     def _file(self, name: str) -> VerifiedFile | None:
-        if name not in self._open:
-            relative = f"{self.folder}/{name}"
-            if self._files is None:
-                if not self.store.exists(relative):
-                    return None
-                self._open[name] = VerifiedFile(self.store, relative, self.store.file_size(relative), FileChecksums())
-            elif name not in self._files:
-                return None
-            else:
-                num_bytes, blocks = self._files[name]
-                self._open[name] = VerifiedFile(self.store, relative, num_bytes, FileChecksums(blocks=blocks))
-        return self._open[name]
+        if name not in self._open and name in self._files:
+            num_bytes, blocks = self._files[name]
+            checksums = FileChecksums(blocks=blocks)
+            self._open[name] = VerifiedFile(self.store, f"{self.folder}/{name}", num_bytes, checksums)
+        return self._open.get(name)
 
     def _array(self, name: str) -> _Array:
         where = f"{name}/{DOCUMENT}"

@@ -220,7 +220,7 @@ class _Gathered:
                 continue
             md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
             self.contents.states[relative] = _State(whole_hash(content), md5, state, number)
-            self._accounts |= state.files or {}
+            self._accounts |= state.files
 
     def _contracts(self) -> Iterator[bool]:
         for name in self._store.walk(PASSES):

@@ -120,15 +120,10 @@ def record(
     limit = parse_size(weights_below, option="weights_below")
     max_wait = Patience(output, max_wait).max_wait_s
     manifest = Manifest(
-        run_id=str(uuid.uuid4()),
-        created_at=now(),
-        created_by=__version__,
-        source="record",
-        command=tuple(command),
-        capture=str(spec),
-        capture_fraction=capture_fraction,
+        run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source="record", command=tuple(command),
+        capture=str(spec), capture_fraction=capture_fraction,
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
-    )
+    )  # fmt: skip
 
     is_url, sender, number = "://" in os.fspath(output), None, later_node(command)
     if number is not None:
@@ -172,16 +167,11 @@ def record(
         store = Store(folder)
         trace, states = store.manifest(), store.writers()[0]
         order = Order(
-            run=str(folder),
-            session=manifest.run_id if first is None else str(first.attempt_key),
-            capture=trace.capture,
-            capture_fraction=trace.capture_fraction,
-            weights="none" if weights_from is not None and weights == "auto" else weights,
-            weights_below=limit,
-            routing=routing,
-            engine_weights=engine_weights,
-            max_wait=max_wait,
-        )
+            run=str(folder), session=manifest.run_id if first is None else str(first.attempt_key),
+            capture=trace.capture, capture_fraction=trace.capture_fraction,
+            weights="none" if weights_from is not None and weights == "auto" else weights, weights_below=limit,
+            routing=routing, engine_weights=engine_weights, max_wait=max_wait,
+        )  # fmt: skip
         known = {state.writer for state in states if first is None or state.opened_at < first.opened_at}
         return order, trace.run_id, not any(state.is_launcher for state in states), known
 
@@ -276,14 +266,9 @@ class Launcher:
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
         self.state = WriterState(
-            writer=LAUNCHER if is_alone else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}",
-            run_id=run_id,
-            **this_process(),
-            attempt_key=session,
-            opened_at=now(),
-            program=tuple(command),
-            files={},
-        )
+            writer=LAUNCHER if is_alone else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}", run_id=run_id, **this_process(),
+            attempt_key=session, opened_at=now(), program=tuple(command),
+        )  # fmt: skip
 
     def give_sign(self) -> None:
         """Update the launcher's heartbeat."""
@@ -328,10 +313,6 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
     """Raise TraceExists unless a resumed run can extend this trace."""
     store = Store(folder)
     known = store.manifest()
-    if not known.is_checked:
-        raise TraceExists(
-            f"{output}: was recorded by an older release, which cannot be extended; record to another folder"
-        )
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
             f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; "

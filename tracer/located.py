@@ -163,7 +163,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class Findings:
     """Where two executions diverge, on the sequences chosen from one step."""
 
     run: str
@@ -179,18 +179,12 @@ class Located:
     """Limits of the question, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     chosen: str
     """How the compared sequences were chosen."""
-    sequences: tuple[LocatedSequence, ...]
     num_tokens: int
     """Number of compared response tokens."""
     mean_abs_d: float
     """Mean of |d| over the compared tokens, where d = logprob(b) - logprob(a), in nats."""
     max_abs_d: float
     operators: tuple[OperatorError, ...]
-    products: Mapping[tuple[str, str], Mapping[str, float]]
-    """For each (execution, operator) and sequence, the sum over its tokens of d * (part of d due to the operator's own
-    error), nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
-    sum of d^2."""
-    patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
     """One entry per router, in the order of the forward pass; empty if the model has no mixture of experts."""
@@ -202,6 +196,18 @@ class Located:
     """First operator whose error is larger than rounding can explain; None if there is none."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Checks that could not be made, each with the reason. All other findings were made without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located(Findings):
+    """The findings, with the values from which shares of the mismatch are computed."""
+
+    sequences: tuple[LocatedSequence, ...]
+    products: Mapping[tuple[str, str], Mapping[str, float]]
+    """For each (execution, operator) and sequence, the sum over its tokens of d * (part of d due to the operator's own
+    error), nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
+    sum of d^2."""
+    patches: tuple[Patch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +261,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 def read_result(store: Store, result: str) -> KeptResult:
     """Read a stored result; unknown fields are ignored. Raises DamagedTrace, NewerTrace and FileNotFoundError."""
     where = store.shown(result_path(result))
-    values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
+    values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
         raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
     try:

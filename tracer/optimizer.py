@@ -41,11 +41,7 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         if not updates:
             return {}
         update_norm, weight_norm = _total(torch, updates).sqrt(), _total(torch, weights).sqrt()
-        found = {
-            "update_to_weight": update_norm / weight_norm,
-            "update_norm": update_norm,
-            "weight_norm": weight_norm,
-        }
+        found = {"update_to_weight": update_norm / weight_norm, "update_norm": update_norm, "weight_norm": weight_norm}
         if moments:
             found["second_moment"] = _total(torch, moments) / num_elements
         found |= _settings(optimizer.param_groups)

@@ -42,14 +42,9 @@ _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 
 
 def write_checked(
-    path: Path,
-    identity: str,
-    schema: pa.Schema,
-    parts: Iterable[pa.Table],
-    *,
-    block_bytes: int = BLOCK_BYTES,
+    path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
-) -> SealedFile:
+) -> SealedFile:  # fmt: skip
     """Write parts as row groups to a file that will be at `identity` in the trace; return its SealedFile."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
@@ -129,13 +124,9 @@ class ParquetFooter:
 
     @property
     def identity(self) -> str | None:
-        """Path in the trace that the file was written to; None if an older release did not record it."""
+        """Path in the trace that the file was written to; None if tim-trace did not write it."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
-
-    @property
-    def has_checksums(self) -> bool:
-        return BLOCKS in self.metadata
 
     @property
     def _block_bytes(self) -> int:
@@ -154,7 +145,7 @@ class ParquetFooter:
         """Return the file's checksums. Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
-                blocks=base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None,
+                blocks=base64.b64decode(self.metadata.get(BLOCKS, b""), validate=True),
                 block_bytes=self._block_bytes, tail_bytes=len(self.content), tail_hash=self.hash,
                 tail=self.content if keeps_tail else None,
             )  # fmt: skip

@@ -45,15 +45,9 @@ class Patience:
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(
-        self,
-        changed: threading.Condition,
-        is_blocked: Callable[[], bool],
-        *,
-        is_excused: Callable[[], bool],
-        signs: Callable[[], Any] | None = None,
-        every_s: float = math.inf,
-        counts: bool = True,
-    ) -> None:
+        self, changed: threading.Condition, is_blocked: Callable[[], bool], *, is_excused: Callable[[], bool],
+        signs: Callable[[], Any] | None = None, every_s: float = math.inf, counts: bool = True,
+    ) -> None:  # fmt: skip
         """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
         Time in which `is_excused` returns True does not count. With `signs` of progress, the limit applies to the time

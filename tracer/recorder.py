@@ -111,14 +111,9 @@ class Recorder:
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
-            run_id=str(uuid.uuid4()),
-            created_at=now(),
-            created_by=__version__,
-            source="recorder",
-            command=environment.program(),
-            capture=str(self.capture),
-            capture_fraction=capture_fraction,
-        )
+            run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source="recorder",
+            command=environment.program(), capture=str(self.capture), capture_fraction=capture_fraction,
+        )  # fmt: skip
         if join is None:
             join = int(os.environ.get("WORLD_SIZE") or 1) > 1
 
@@ -386,14 +381,10 @@ class Recorder:
                 "policy_version"
             )
         staged = Staged(
-            what,
-            **given,
-            attention_mask=attention_mask,
-            scored_mask=scored_mask,
-            policy_version=policy_version,
+            what, **given, attention_mask=attention_mask, scored_mask=scored_mask, policy_version=policy_version,
             distribution=None if distribution is None else list(distribution.arrays.values()),
             routing=None if routing is None else list(routing.arrays.values()),
-        )
+        )  # fmt: skip
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
         # A contract describes training; evaluation has no dropout and may use other engine settings.
@@ -606,14 +597,9 @@ class Recorder:
         self.writer.state.num_tokens += int(columns["response_ids"].lengths.sum())
 
     def _append_scores(
-        self,
-        batch: Batch,
-        chosen: np.ndarray,
-        scores: dict[str, Any],
-        dense: _Arrays,
-        captured: np.ndarray,
+        self, batch: Batch, chosen: np.ndarray, scores: dict[str, Any], dense: _Arrays, captured: np.ndarray,
         experts: _Arrays,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if experts:
             lengths = batch.whole_lengths(chosen)
             assert lengths is not None

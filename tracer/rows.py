@@ -133,15 +133,9 @@ ALIGN = "align them, or pass this batch's own attention mask"
 
 
 def aligned(
-    data: Any,
-    dtype: Any,
-    padding: Padding | None,
-    lengths: np.ndarray,
-    seq_ids: Sequence[str],
-    step: int,
-    what: str,
-    remedy: str = ALIGN,
-) -> Ragged:
+    data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int,
+    what: str, remedy: str = ALIGN,
+) -> Ragged:  # fmt: skip
     """Flatten per-token values. Raises InvalidRecord unless each sequence has one value per token."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):

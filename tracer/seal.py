@@ -162,10 +162,9 @@ def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
     files = {name: file for table in JOURNALED for name, file in seal_table(folder, segment, table).items()}
     journals = [segment.journal(table) for table in JOURNALED]
-    if state.files is not None:
-        state.files |= files
-        state.torn_journals |= {name: num_bytes for name, num_bytes in torn.items() if num_bytes}
-        state.journals = tuple(name for name in state.journals if name not in journals)
-        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+    state.files |= files
+    state.torn_journals |= {name: num_bytes for name, num_bytes in torn.items() if num_bytes}
+    state.journals = tuple(name for name in state.journals if name not in journals)
+    write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
     for name in journals:
         (folder / name).unlink(missing_ok=True)

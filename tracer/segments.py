@@ -55,14 +55,9 @@ class SegmentWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        writer: str,
-        account: Callable[..., None],
-        seal_bytes: int = SEAL_BYTES,
-        *,
+        self, folder: Path, writer: str, account: Callable[..., None], seal_bytes: int = SEAL_BYTES, *,
         journals: bool = True,
-    ):
+    ):  # fmt: skip
         """`account` is `TraceWriter.account`. Without `journals`, rows wait in memory until they are sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes

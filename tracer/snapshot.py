@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from ..schemas.layout import (
     WRITERS,
     Segment,
 )  # fmt: skip
+from ..schemas.lazy import collector_paused
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from .index import Index, read_index
@@ -113,7 +113,7 @@ class Snapshot:
         """SealedFiles of the writers' valid files, by path."""
         found: dict[str, SealedFile] = {}
         for state in self.writers:
-            found |= {} if state.is_removed else state.files or {}
+            found |= {} if state.is_removed else state.files
         replaced = self.replaced
         return {name: record for name, record in found.items() if name not in replaced}
 
@@ -121,11 +121,6 @@ class Snapshot:
     def replaced(self) -> set[str]:
         """Files that are ignored because they were merged into others."""
         return {name for state in self.writers for name in state.replaced}
-
-    @property
-    def unchecked(self) -> list[str]:
-        """Writers of an older release, whose files have no checksums."""
-        return [state.writer for state in self.writers if state.files is None]
 
 
 def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
@@ -139,25 +134,13 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     for _ in range(_LOOKS):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
-            with _no_collection():
+            with collector_paused():  # it would scan the objects of tens of thousands of files over and over
                 _look(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
         if not _has_changed(snapshot):
             return snapshot
     raise QueryFailed(f"{store.url}: is being written faster than it can be read; try again")
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would scan the objects of tens of thousands of files over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _look(snapshot: Snapshot) -> None:
@@ -236,14 +219,14 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             snapshot.ignored.append(f"{store.shown(relative)}: is not a trace file, so it is ignored; remove it")
             continue
         state = states.get(segment.writer)
-        if state is None and snapshot.manifest.is_checked:
+        if state is None:
             lost.setdefault(segment.writer, []).append(store.shown(relative))
             continue
-        if (state is not None and state.is_removed) or relative in replaced:
+        if state.is_removed or relative in replaced:
             sealed.add(segment)
             continue
-        record = None if state is None or state.files is None else state.files.get(relative)
-        if state is not None and state.files is not None and record is None:
+        record = state.files.get(relative)
+        if record is None:
             if table not in journals.get(
                 segment, ()
             ):  # else the writer was killed while sealing, and the journal counts
@@ -262,7 +245,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         state = states.get(segment.writer)
         if table not in tables or segment in sealed or (state is not None and state.is_removed):
             continue
-        if state is None and snapshot.manifest.is_checked:
+        if state is None:
             lost.setdefault(segment.writer, []).append(store.shown(segment.journal(table)))
             continue
         rows += _journal_rows(snapshot, segment, table, state, tables[table])
@@ -270,44 +253,44 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot.journals[table] = pa.Table.from_batches(rows, TABLE_SPECS[table].schema)
 
 
-def _rows_lost(record: SealedFile | None) -> str:
-    if record is None or record.steps is None:
+def _rows_lost(record: SealedFile) -> str:
+    if record.steps is None:
         return ""
     first, last = record.steps
     return f" ({record.num_rows:,} rows of {f'step {first}' if first == last else f'steps {first} to {last}'})"
 
 
-def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
+def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile, spec: Table) -> TableFile:
     """Check a sealed file's size, footer and columns against its SealedFile, and return it. Raises DamagedTrace."""
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
-        if record is not None and num_bytes != record.num_bytes:
+        if num_bytes != record.num_bytes:
             raise DamagedTrace(
                 f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
-        known = _later(snapshot, relative, record, spec) or _now(snapshot, relative, num_bytes, record, spec)
+        known = _later(snapshot, relative, record, spec) or _now(snapshot, relative, record, spec)
         snapshot.examined[relative] = known
     return known
 
 
-def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
+def _now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile:
     """Return a file with its footer, taken from the index or else read from the file."""
     store, where = snapshot.store, snapshot.store.shown(relative)
-    indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
-    footer = indexed or read_footer(store, relative, num_bytes)
-    _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
+    indexed = snapshot.index.footer(relative, record.num_bytes, record.footer)
+    footer = indexed or read_footer(store, relative, record.num_bytes)
+    _check_footer(footer, relative, where, record)
     if indexed:
         lacking = _lacking_of_index(snapshot, footer.schema, spec, relative)
     else:
         lacking = _lacking_columns(footer.schema, spec, where)
     verified = footer.verified(store, relative, keeps_tail=indexed is not None or not store.is_local)
-    return TableFile(relative, verified, lacking, footer.num_rows, None if record is None else record.steps)
+    return TableFile(relative, verified, lacking, footer.num_rows, record.steps)
 
 
-def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: Table) -> TableFile | None:
+def _later(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile | None:
     """Return a file whose footer is read on demand; None if the file is not in the index."""
-    known = None if record is None else snapshot.index.known(relative, record.num_bytes, record.footer)
-    if known is None or record is None or record.num_rows is None:
+    known = snapshot.index.known(relative, record.num_bytes, record.footer)
+    if known is None or record.num_rows is None:
         return None
     file, schema = known
     store = snapshot.store
@@ -324,7 +307,7 @@ def _read_checksums(
     """Read a file's checksums from its footer, first verified against the writer's state and the index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
-    _check_footer(footer, relative, where, record, is_checked=True)
+    _check_footer(footer, relative, where, record)
     if _lacking_columns(footer.schema, spec, where) != lacking:
         raise DamagedTrace(
             f"{where}: its columns differ from the index, which is only a cache; remove the folder {INDEX}"
@@ -340,15 +323,11 @@ def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relati
     return snapshot._lacking[key]
 
 
-def _check_footer(
-    footer: ParquetFooter, relative: str, where: str, record: SealedFile | None, *, is_checked: bool
-) -> None:
+def _check_footer(footer: ParquetFooter, relative: str, where: str, record: SealedFile) -> None:
     if footer.identity not in (None, relative):
         raise DamagedTrace(f"{where}: was written as {footer.identity}; remove it")
-    if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
+    if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
-    if is_checked and record is None and footer.identity is None:
-        raise DamagedTrace(f"{where}: is not listed in any writer's state; remove it")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
@@ -375,7 +354,7 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def _journal_rows(
-    snapshot: Snapshot, segment: Segment, table: str, state: WriterState | None, num_bytes: int
+    snapshot: Snapshot, segment: Segment, table: str, state: WriterState, num_bytes: int
 ) -> Iterator[pa.RecordBatch]:
     store, where = snapshot.store, snapshot.store.shown(segment.journal(table))
     try:
@@ -383,12 +362,12 @@ def _journal_rows(
     except DamagedTrace as error:
         snapshot.damaged.append(str(error))
         return
-    if state is not None and state.files is not None and segment.journal(table) not in state.journals:
+    if segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
             snapshot.ignored.append(f"{where}: is not listed in its writer's state, so its rows are ignored; remove it")
         return
-    if not content.has_begun and state is not None and state.files is not None:
+    if not content.has_begun:
         snapshot.damaged.append(
             f"{where}: is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results; {_RESTORE}"
         )
@@ -402,8 +381,7 @@ def _journal_rows(
     if content.damage is not None:
         snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results; {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
-    has_stopped = any(state.state == FAILED for state in snapshot.writers if state.writer == segment.writer)
-    if content.torn_bytes and not has_stopped and not (found is not None and found.is_alive):
+    if content.torn_bytes and state.state != FAILED and not (found is not None and found.is_alive):
         snapshot.damaged.append(torn_record(where, content.torn_bytes))
     yield from (batch for batch in completed if batch is not None)
 
@@ -433,7 +411,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.damaged.append(str(error))
             continue
         # A live writer may already use a contract that its state does not list yet.
-        if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted or snapshot.is_live:
+        if f"{PASSES}/{name}" in accounted or snapshot.is_live:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
@@ -457,7 +435,7 @@ def _find_missing(snapshot: Snapshot) -> None:
     there |= {f"{DENSE}/{name}/zarr.json" for name in store.folders(DENSE)}
     there |= snapshot.replaced
     for state in snapshot.writers:
-        if state.is_removed or state.files is None:
+        if state.is_removed:
             continue
         for relative, record in state.files.items():
             if relative not in there and not (relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1):

@@ -464,7 +464,7 @@ class Store:
         where = self.shown(relative)
         try:
             content = self.read_json(relative) if content is None else content
-            state = parse_writer_state(content, where, needs_checksum=manifest.is_checked)
+            state = parse_writer_state(content, where)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -476,7 +476,7 @@ class Store:
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
-        if state.run_id not in (None, manifest.run_id):
+        if state.run_id != manifest.run_id:
             raise DamagedTrace(
                 f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
                 "whichever of the two files is wrong from a copy"

@@ -158,9 +158,9 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
         return content, set()
     segments = {found[0] for journal in state.journals if (found := journal_of(journal.rpartition("/")[2]))}
     paths = {path for of in segments for path in (f"{of.dense}/zarr.json", *map(of.parquet, TABLES))}
-    unsealed = paths & set(state.files or ())
+    unsealed = paths & set(state.files)
     state.journals = ()
-    state.files = {name: record for name, record in (state.files or {}).items() if name not in unsealed}
+    state.files = {name: record for name, record in state.files.items() if name not in unsealed}
     return state.to_json().encode(), unsealed
 
 

@@ -32,8 +32,8 @@ _MAX_SPAN_BYTES = 64 << 20
 class FileChecksums:
     """A file's checksums."""
 
-    blocks: bytes | None = None
-    """Checksums of the blocks, DIGEST_BYTES each; if None, only the length is verified."""
+    blocks: bytes
+    """Checksums of the blocks, DIGEST_BYTES each."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
     """Number of bytes at the file's end that are not part of a block."""
@@ -72,7 +72,7 @@ class VerifiedFile:
         self._tail_hash, self._tail = checksums.tail_hash, checksums.tail
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
-        if blocks is not None and len(blocks) != count * DIGEST_BYTES:
+        if len(blocks) != count * DIGEST_BYTES:
             reason = f"{len(blocks) // DIGEST_BYTES} checksums for {count} blocks"
             raise unreadable_checksums(self.store.shown(self.relative), reason)
         self._seen = bytearray(count)
@@ -97,11 +97,6 @@ class VerifiedFile:
             f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed; try "
             f"again"
         )
-
-    @property
-    def has_checksums(self) -> bool:
-        self._need_checksums()
-        return self._blocks is not None
 
     def read(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop), or up to the end of a shorter file."""
@@ -167,8 +162,6 @@ class VerifiedFile:
             with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
                 return self._read_blocks(start, stop)
         content = self._fetch(start, stop)
-        if self._blocks is None:
-            return content
         view, size = memoryview(content), self._block_bytes
         for index in range(start // size, (stop - 1) // size + 1):
             if not self._seen[index]:
@@ -191,8 +184,7 @@ class VerifiedFile:
             span = memoryview(self._fetch(begin, end))
             for index in range(missing[0], -(-end // size)):
                 block = span[index * size - begin : (index + 1) * size - begin]
-                if self._blocks is not None:
-                    self._compare(index, (block,))
+                self._compare(index, (block,))
                 held[index] = block
                 if len(span) <= _MAX_SPAN_BYTES:
                     _kept.put((self, index), bytes(block))
@@ -231,7 +223,6 @@ class VerifiedFile:
         return content
 
     def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:
-        assert self._blocks is not None
         if block_digest(*parts) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             begin = index * self._block_bytes
             raise DamagedTrace(

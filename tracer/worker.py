@@ -43,15 +43,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        max_bytes: int,
-        *,
-        max_wait_s: float = math.inf,
-        patience: Patience | None = None,
-        is_behind: Callable[[], bool] | None = None,
-        idle: Task | None = None,
-        idle_s: float | None = None,
-    ):
+        self, max_bytes: int, *, max_wait_s: float = math.inf, patience: Patience | None = None,
+        is_behind: Callable[[], bool] | None = None, idle: Task | None = None, idle_s: float | None = None,
+    ):  # fmt: skip
         self.max_bytes, self.max_wait_s = max_bytes, max_wait_s
         self.patience = Patience() if patience is None else patience
         self.error: BaseException | None = None

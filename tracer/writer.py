@@ -60,15 +60,9 @@ class TraceWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        queue_bytes: int = QUEUE_BYTES,
-        hooks: dict[str, str] | None = None,
-        attempt: Attempt | None = None,
-        journals: bool = True,
-        max_wait_s: float = math.inf,
-    ):
+        self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
+        attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
+    ):  # fmt: skip
         """`attempt` is None outside training.
 
         Without `journals` (as for imports), nothing survives a kill: the folder becomes a trace only at the end. The
@@ -79,18 +73,11 @@ class TraceWriter:
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
-            writer=self.name,
-            run_id=Store(folder).manifest().run_id,
-            **this_process(),
-            rank=rank,
-            attempt=None if attempt is None else attempt.number,
-            attempt_key=None if attempt is None else attempt.key,
-            opened_at=now(),
-            files={},
-            program=environment.program(),
-            hooks=hooks or {},
+            writer=self.name, run_id=Store(folder).manifest().run_id, **this_process(), rank=rank,
+            attempt=None if attempt is None else attempt.number, attempt_key=None if attempt is None else attempt.key,
+            opened_at=now(), program=environment.program(), hooks=hooks or {},
             versions=environment.all_versions() if journals else {},
-        )
+        )  # fmt: skip
         self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
         self._journals = journals
         self._failure: BaseException | None = None
@@ -113,13 +100,9 @@ class TraceWriter:
             self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()
         self._worker = Worker(
-            queue_bytes,
-            max_wait_s=QUEUE_S,
-            patience=self.patience,
-            is_behind=lambda: self.segments.is_behind,
-            idle=self._give_sign,
-            idle_s=HEARTBEAT_S,
-        )
+            queue_bytes, max_wait_s=QUEUE_S, patience=self.patience, is_behind=lambda: self.segments.is_behind,
+            idle=self._give_sign, idle_s=HEARTBEAT_S,
+        )  # fmt: skip
 
     @property
     def is_open(self) -> bool:
@@ -232,21 +215,15 @@ class TraceWriter:
         return self._is_whole()
 
     def account(
-        self,
-        files: Mapping[str, SealedFile] | None = None,
-        *,
-        begun: str | None = None,
-        ended: str | None = None,
-        saves: bool = True,
-        sync: bool = False,
-    ) -> None:
+        self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
+        ended: str | None = None, saves: bool = True, sync: bool = False,
+    ) -> None:  # fmt: skip
         """List files in the state, add a journal that was `begun`, and remove one that `ended` because it was sealed.
 
         Without `saves`, the state is saved with the next journal or segment. With `sync`, the files are flushed to
         disk.
         """
         with self._saving:
-            assert self.state.files is not None
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
             self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
@@ -323,7 +300,7 @@ class TraceWriter:
         self.segments.sync()
         with self._saving:
             self.save_state()
-            names = set(self.state.files or ())
+            names = set(self.state.files)
             journals = self.state.journals
         trees = (self.folder / WEIGHTS).glob(f"{self.name}-*") if weights else ()
         below = [str(path.relative_to(self.folder)) for tree in trees for path in tree.rglob("*") if path.is_file()]

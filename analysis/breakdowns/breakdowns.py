@@ -167,13 +167,9 @@ class Breakdowns:
 
 
 def read_breakdowns(
-    database: Database,
-    pair: Pair = ("train", "rollout"),
-    *,
-    notable: Sequence[int] = (),
-    max_steps: int = 200,
+    database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
-) -> Breakdowns | None:
+) -> Breakdowns | None:  # fmt: skip
     """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both.
 
     Only the first use of each sequence is read (iteration 0), in up to `max_steps` steps: the `notable` steps, and

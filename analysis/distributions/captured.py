@@ -274,13 +274,10 @@ class Heads:
             return rounded(rounded(numbers(tensors[name]), described["weight_dtype"]), dtype)
 
         return Head(
-            weight_VH=values(described["weight"]),
-            bias_V=values(described["bias"]) if described["bias"] else None,
-            dtype=dtype,
-            scale=described["scale"],
-            softcap=described["softcap"],
+            weight_VH=values(described["weight"]), bias_V=values(described["bias"]) if described["bias"] else None,
+            dtype=dtype, scale=described["scale"], softcap=described["softcap"],
             logits_dtype=described["logits_dtype"],
-        )
+        )  # fmt: skip
 
 
 def numbers(tensor: Tensor) -> Array:

@@ -72,20 +72,11 @@ def dynamics(
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
     num_known = len(next(iter(known_series.values())).steps)
     return Dynamics(
-        trace=source.store.url,
-        run=source.run,
-        pair=pair,
-        first_step=int(axis[0]),
-        last_step=int(axis[-1]),
-        num_steps=len(axis),
-        summary_codes=tuple(summarise(changes_of, onsets, fall, growth, num_known, later)),
-        fall=fall,
-        later=later,
-        series=tuple(_summary(one, changes_of.get(name, ())) for name, one in series.items()),
-        onsets=onsets,
-        growth=growth,
-        unanswered_codes=tuple(_unanswered(known_series, pair)),
-    )
+        trace=source.store.url, run=source.run, pair=pair, first_step=int(axis[0]), last_step=int(axis[-1]),
+        num_steps=len(axis), summary_codes=tuple(summarise(changes_of, onsets, fall, growth, num_known, later)),
+        fall=fall, later=later, series=tuple(_summary(one, changes_of.get(name, ())) for name, one in series.items()),
+        onsets=onsets, growth=growth, unanswered_codes=tuple(_unanswered(known_series, pair)),
+    )  # fmt: skip
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
@@ -102,18 +93,11 @@ def _summary(series: Series, changes_of_series: tuple[ChangePoint, ...]) -> Seri
     empty = np.full(1, np.nan)
     head, tail, whole = (part if len(part) else empty for part in (values[:width], values[-width:], values))
     return SeriesSummary(
-        name=series.name,
-        kind=series.kind,
-        scale=series.scale,
-        source=series.source,
-        num_steps=len(values),
-        first=float(np.median(head)),
-        last=float(np.median(tail)),
-        smallest=float(whole.min()),
-        largest=float(whole.max()),
-        not_finite=tuple(int(step) for step in series.not_finite),
+        name=series.name, kind=series.kind, scale=series.scale, source=series.source, num_steps=len(values),
+        first=float(np.median(head)), last=float(np.median(tail)), smallest=float(whole.min()),
+        largest=float(whole.max()), not_finite=tuple(int(step) for step in series.not_finite),
         changes=changes_of_series,
-    )
+    )  # fmt: skip
 
 
 _NEEDED = (
@@ -134,13 +118,9 @@ def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
 
 
 def summarise(
-    changes: Mapping[str, Sequence[ChangePoint]],
-    onsets: Sequence[FirstChange],
-    fall: Fall | None,
-    growth: Sequence[Growth],
-    num_steps: int,
-    later: Fall | None = None,
-) -> Iterator[Statement]:
+    changes: Mapping[str, Sequence[ChangePoint]], onsets: Sequence[FirstChange], fall: Fall | None,
+    growth: Sequence[Growth], num_steps: int, later: Fall | None = None,
+) -> Iterator[Statement]:  # fmt: skip
     """Yield the summary: first change, collapse, planned changes, and growth of k3 in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:

@@ -64,8 +64,7 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
                        + 0.5 * expm1_minus(generation - nemo_rl_mixture(prev, generation))) AS sum_js,
                    sum(nemo_rl_cut(nemo_rl_ratio(d), kind, upper, lower)) AS sum_ratio,
                    count(*) FILTER (nemo_rl_ratio(d) < coalesce(lower, 0.0) OR nemo_rl_ratio(d) > upper) AS num_oob,
-                   sum(d) AS sum_d,
-                   avg(CASE WHEN isfinite(d) THEN d ELSE 0.0 END) AS mean_finite_d
+                   sum(d) AS sum_d, avg(CASE WHEN isfinite(d) THEN d ELSE 0.0 END) AS mean_finite_d
             FROM nemo_rl_tokens(a, b)
             GROUP BY ALL
         ) USING (run, step, seq_id, iteration_a, iteration_b)
@@ -145,8 +144,7 @@ CREATE OR REPLACE MACRO nemo_rl_numbers(
                          / nullif(CASE kind WHEN 'seq-mask-tis' THEN count(*) FILTER (is_kept)
                                             ELSE sum(num_tokens) FILTER (is_kept) END, 0) END
                    AS is_oob_ratio,
-               torch_max(mean_mult) AS max_seq_mult_prob_error,
-               avg(mean_mult) AS mean_seq_mult_prob_error,
+               torch_max(mean_mult) AS max_seq_mult_prob_error, avg(mean_mult) AS mean_seq_mult_prob_error,
                torch_min(mean_mult) AS min_seq_mult_prob_error,
                -- Sequences kept under a threshold have a finite error.
                CASE WHEN threshold IS NULL THEN torch_max(mean_mult) ELSE coalesce(max(mean_mult) FILTER (is_kept), 0.0) END
@@ -167,8 +165,7 @@ CREATE OR REPLACE MACRO nemo_rl_numbers(
         GROUP BY ALL
     ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
     LEFT JOIN (
-        SELECT run, CASE WHEN by_step THEN step END AS step,
-               sum(sum_ratio) / sum(num_tokens) AS probs_ratio,
+        SELECT run, CASE WHEN by_step THEN step END AS step, sum(sum_ratio) / sum(num_tokens) AS probs_ratio,
                coalesce(torch_min(nemo_rl_finite(min_ratio)), -1.0) AS probs_ratio_min,
                coalesce(torch_max(nemo_rl_finite(max_ratio)), -1.0) AS probs_ratio_max,
                sum(sum_clamped) / sum(num_tokens) AS probs_ratio_clamped,

@@ -47,13 +47,9 @@ def null_without(
 
 
 def masked_out(
-    database: Database,
-    passes: Sequence[str],
-    framework: str,
-    *,
-    rejects: bool = False,
+    database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Warn about masked tokens that are not finite, for frameworks that multiply by the mask; empty if there are none.
 
     NaN * 0 and inf * 0 are NaN, and so are the framework's sums, but tim-trace leaves these tokens out. With `rejects`,

@@ -87,18 +87,11 @@ CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask
     GROUP BY ALL;
 
 CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT found.run, found.step,
-           kl.mean AS "mismatch_kl/all/mean",
-           median_kl AS "mismatch_kl/all/median",
-           kl.std AS "mismatch_kl/all/std",
-           kl.min AS "mismatch_kl/all/min",
-           kl.max AS "mismatch_kl/all/max",
-           {columns},
-           entropy.mean AS "entropy/all/mean",
+    SELECT found.run, found.step, kl.mean AS "mismatch_kl/all/mean", median_kl AS "mismatch_kl/all/median",
+           kl.std AS "mismatch_kl/all/std", kl.min AS "mismatch_kl/all/min", kl.max AS "mismatch_kl/all/max",
+           {columns}, entropy.mean AS "entropy/all/mean",
            CASE WHEN entropy IS NOT NULL THEN median_entropy END AS "entropy/all/median",
-           entropy.std AS "entropy/all/std",
-           entropy.min AS "entropy/all/min",
-           entropy.max AS "entropy/all/max",
+           entropy.std AS "entropy/all/std", entropy.min AS "entropy/all/min", entropy.max AS "entropy/all/max",
            CASE WHEN above(entropy.mean, 0) THEN kl.mean / entropy.mean END AS "kl_ent_ratio/mean"
     FROM (
         SELECT run, step,
@@ -108,8 +101,7 @@ CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask
                     END AS entropy,
                prime_rl_stats(masked_mismatch_kl) AS masked_mismatch_kl,
                prime_rl_stats(unmasked_mismatch_kl) AS unmasked_mismatch_kl,
-               prime_rl_stats(is_masked) AS is_masked,
-               prime_rl_stats(is_masked_low) AS is_masked_low,
+               prime_rl_stats(is_masked) AS is_masked, prime_rl_stats(is_masked_low) AS is_masked_low,
                prime_rl_stats(is_masked_high) AS is_masked_high,
                prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
                prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative

@@ -73,8 +73,7 @@ CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, lo
                    CASE WHEN logging_steps IS NOT NULL THEN writer END AS process,
                    sum(num_tokens) AS num_tokens,
                    coalesce(sum(sum_abs_d) / nullif(sum(num_known), 0), 0.0) AS mean_diff,
-                   coalesce(max(max_abs_d), 0.0) AS max_diff,
-                   coalesce(min(min_ratio), 0.0) AS min_ratio,
+                   coalesce(max(max_abs_d), 0.0) AS max_diff, coalesce(min(min_ratio), 0.0) AS min_ratio,
                    coalesce(sum(sum_ratio) / nullif(sum(num_ratios), 0), 0.0) AS mean_ratio,
                    coalesce(max(max_ratio), 0.0) AS max_ratio
             FROM trl_rows(a, b, mode, clip_max, clip_min)
@@ -122,8 +121,7 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
         FROM trl_updates(a)
         LEFT JOIN (
             SELECT run, step, seq_id, iteration_a AS iteration, count(*) AS num_tokens, sum(d) AS sum_d, avg(d) AS mean_d,
-                   avg(-trl_finite(d)) AS mean_drift,
-                   count(*) FILTER (advantage IS NULL) AS num_unknown,
+                   avg(-trl_finite(d)) AS mean_drift, count(*) FILTER (advantage IS NULL) AS num_unknown,
                    count(*) FILTER (below(trl_capped(exp(d), delta), 1 - epsilon_low) AND below(advantage, 0)) AS num_low,
                    count(*) FILTER (above(trl_capped(exp(d), delta), 1 + epsilon_high) AND above(advantage, 0)) AS num_high,
                    count(*) FILTER (above(exp(d), epsilon_high) AND above(advantage, 0)) AS num_cispo

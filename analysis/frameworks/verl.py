@@ -67,10 +67,7 @@ class Verl(Framework):
         if only:
             return rows
         if self.rollout_is is not None and len(rows):
-            given: dict[str, Any] = {
-                "rollout_is": self.rollout_is,
-                "rollout_is_threshold": self.rollout_is_threshold,
-            }
+            given: dict[str, Any] = {"rollout_is": self.rollout_is, "rollout_is_threshold": self.rollout_is_threshold}
             weights = database.ask(call("verl_is", pair, by, **given))
             rows = rows.joined(weights.without({name for name in weights.columns if self.is_unlogged(name)}), keys)
         if self.rollout_rs is not None and len(rows):

@@ -60,8 +60,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                mean_in_order(exp(mean_rollout - mean_old), place) AS ppl_ratio,
                sum_in_order(sum_expm1_2d, place) / sum(num_tokens) AS chi2_token,
                mean_in_order(expm1(2 * verl_clamped(sum_d)), place) AS chi2_seq,
-               torch_max(max_prob_diff) AS diff_max,
-               sum_in_order(sum_prob_diff, place) AS total_diff,
+               torch_max(max_prob_diff) AS diff_max, sum_in_order(sum_prob_diff, place) AS total_diff,
                -- Squares and products of probabilities, centred near their means.
                sum_in_order(num_tokens * off_diff, place) AS total_off,
                sum_in_order(spread_prob_diff + num_tokens * off_diff * off_diff, place) AS total_spread,
@@ -134,8 +133,7 @@ CREATE OR REPLACE MACRO verl_is_tokens(a, b, rollout_is, rollout_is_threshold) A
 
 -- verl_is_rows(...): weights and ratios per sequence; a sequence without tokens has mean weight and ratio 0.
 CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS TABLE
-    SELECT run, step, seq_id, iteration_a, iteration_b, sum_d,
-           coalesce(means.num_tokens, 0) AS num_tokens,
+    SELECT run, step, seq_id, iteration_a, iteration_b, sum_d, coalesce(means.num_tokens, 0) AS num_tokens,
            coalesce(mean_weight, 0.0) AS mean_weight, coalesce(mean_ratio, 0.0) AS mean_ratio,
            sum_weight, sum_weight2, spread_weight, max_weight, min_weight, num_high, num_low
     FROM verl_sequences(a, b)

@@ -85,10 +85,7 @@ def _total_variance(t: Totals) -> Array:
 
 
 def _clipped_used(t: Totals) -> Array:
-    return sum(
-        (t[f"clipped_{side}"] + t[f"to_clipped_{side}"] - t[f"to_free_{side}"] for side in SIDES),
-        np.zeros(()),
-    )
+    return sum((t[f"clipped_{side}"] + t[f"to_clipped_{side}"] - t[f"to_free_{side}"] for side in SIDES), np.zeros(()))
 
 
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")

@@ -28,14 +28,9 @@ _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
 
 
 def objective(
-    trace: str | os.PathLike[str] | Database,
-    *,
-    steps: str = ALL_STEPS,
-    loss: str | None = None,
-    confidence: float = 0.95,
-    ray: str | None = None,
-    progress: Progress = no_progress,
-) -> Objective:
+    trace: str | os.PathLike[str] | Database, *, steps: str = ALL_STEPS, loss: str | None = None,
+    confidence: float = 0.95, ray: str | None = None, progress: Progress = no_progress,
+) -> Objective:  # fmt: skip
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
     With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
@@ -110,13 +105,9 @@ def estimates(
         else:
             low, high = max(interval[0], least), min(interval[1], most)
         estimated[name] = Estimate(
-            name=name,
-            value=as_float(value),
-            low=low,
-            high=high,
-            no_interval=no_interval,
+            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval,
             meaning=figures[name].description,
-        )
+        )  # fmt: skip
     return estimated
 
 

@@ -2,13 +2,9 @@
 -- Unit: nats; sequence figures use the sum of d over a response.
 -- Source: arXiv 2510.26788 (the sum of d decreases with length in bfloat16).
 -- Meaning: mean_abs_d shows whether long responses are worse per token; rms_sum_d is the error of ln(sequence ratio).
-SELECT run,
-       (2 ** floor(log2(num_tokens)))::BIGINT AS shortest,
-       count(*) AS num_sequences,
-       sum(sum_abs_d) / sum(num_tokens) AS mean_abs_d,
-       avg(sum_d) AS mean_sum_d,
-       sqrt(avg(sum_d * sum_d)) AS rms_sum_d,
-       max(abs(sum_d)) AS max_abs_sum_d
+SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_sequences,
+       sum(sum_abs_d) / sum(num_tokens) AS mean_abs_d, avg(sum_d) AS mean_sum_d,
+       sqrt(avg(sum_d * sum_d)) AS rms_sum_d, max(abs(sum_d)) AS max_abs_sum_d
 FROM (
     SELECT run, step, seq_id, iteration_a, iteration_b,
            count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d

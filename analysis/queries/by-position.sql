@@ -5,10 +5,7 @@
 --   an error that accumulates over tokens.
 SELECT run,
        CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
-       count(*) AS num_tokens,
-       avg(d) AS mean_d,
-       avg(abs(d)) AS mean_abs_d,
-       sqrt(avg(d * d)) AS rms_d,
+       count(*) AS num_tokens, avg(d) AS mean_d, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d,
        max(abs(d)) AS max_abs_d
 FROM pair('train', 'rollout')
 WHERE mask AND isfinite(d)

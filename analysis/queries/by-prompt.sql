@@ -2,12 +2,8 @@
 -- Unit: nats; share_of_k3 is a share.
 -- Source: mismatch by data source: richardli.xyz/rl-collapse.
 -- Meaning: a prompt far above its expected share has a problem in its text or rows.
-SELECT run, step, group_id,
-       count(DISTINCT seq_id) AS num_sequences,
-       count(*) AS num_tokens,
-       avg(d) AS mean_d,
-       avg(abs(d)) AS mean_abs_d,
-       max(abs(d)) AS max_abs_d,
+SELECT run, step, group_id, count(DISTINCT seq_id) AS num_sequences, count(*) AS num_tokens, avg(d) AS mean_d,
+       avg(abs(d)) AS mean_abs_d, max(abs(d)) AS max_abs_d,
        sum(expm1_minus(d)) / sum(sum(expm1_minus(d))) OVER (PARTITION BY run) AS share_of_k3
 FROM pair('train', 'rollout')
 WHERE mask AND isfinite(d)

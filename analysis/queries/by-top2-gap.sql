@@ -5,9 +5,7 @@
 -- Meaning: share_within is the share of tokens with |d| above the gap, at which greedy decoding may choose a different token.
 SELECT run,
        CASE WHEN top2_gap > 0 THEN 4.0 ** greatest(floor(log2(top2_gap) / 2), -12) ELSE 0.0 END AS gap_from,
-       count(*) AS num_tokens,
-       avg(abs(d)) AS mean_abs_d,
-       max(abs(d)) AS max_abs_d,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, max(abs(d)) AS max_abs_d,
        avg((abs(d) > top2_gap)::INTEGER) AS share_within
 FROM pair_entropies('train', 'rollout')
 WHERE mask AND isfinite(d) AND isfinite(top2_gap)

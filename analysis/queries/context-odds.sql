@@ -20,9 +20,7 @@ WITH neighbours AS (
     FROM pair('train', 'rollout')
     WHERE mask AND isfinite(d)
 )
-SELECT neighbours.run, neighbours.step,
-       count(*) AS num_contexts,
-       corr(one.a - two.a, one.b - two.b) AS corr,
+SELECT neighbours.run, neighbours.step, count(*) AS num_contexts, corr(one.a - two.a, one.b - two.b) AS corr,
        sum((one.a - two.a) * (one.b - two.b)) / nullif(sum((one.b - two.b) ** 2), 0) AS slope,
        sqrt(avg((one.a - two.a - one.b + two.b) ** 2)) AS rms_difference
 FROM neighbours

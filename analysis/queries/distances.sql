@@ -5,14 +5,10 @@
 --   of mean |exp d - 1|).
 -- Meaning: NeMo-RL calls token_mult_prob_error below 1.05 and KLs below 0.001 safe; k3_reverse far above k3 means that the
 --   trainer gives some sampled tokens almost no probability.
-SELECT run, step,
-       count(*) AS num_tokens,
-       avg(expm1_minus(-d)) AS k3_reverse,
+SELECT run, step, count(*) AS num_tokens, avg(expm1_minus(-d)) AS k3_reverse,
        avg(expm1_minus(from_mean_a) + expm1_minus(from_mean_b)) / 2 AS js_sampled,
-       avg(exp(abs(d))) AS mult_prob_error,
-       avg(exp(d)) AS is_ratio_mean,
-       avg(abs(exp(d) - 1)) AS mean_abs_ratio_error,
-       avg(ser) FILTER (is_first) AS ser,
+       avg(exp(abs(d))) AS mult_prob_error, avg(exp(d)) AS is_ratio_mean,
+       avg(abs(exp(d) - 1)) AS mean_abs_ratio_error, avg(ser) FILTER (is_first) AS ser,
        stddev_samp(exp(greatest(logprob_a, logprob_b)::DOUBLE) * -expm1(-abs(d))) AS prob_diff_std
 FROM (
     -- Logprob of each pass minus that of the mean of both probabilities.

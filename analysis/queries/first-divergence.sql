@@ -4,19 +4,13 @@
 --   the same tokens.
 -- Meaning: near 0 if the mismatch is everywhere. A common later position shows where it starts: a cache block, a window, a
 --   turn.
-SELECT run, step,
-       count(*) AS num_sequences,
-       avg((first_0_01 IS NOT NULL)::INTEGER) AS share_0_01,
-       median(first_0_01) AS median_first_0_01,
-       avg((first_0_1 IS NOT NULL)::INTEGER) AS share_0_1,
-       median(first_0_1) AS median_first_0_1,
-       avg((first_1 IS NOT NULL)::INTEGER) AS share_1,
+SELECT run, step, count(*) AS num_sequences, avg((first_0_01 IS NOT NULL)::INTEGER) AS share_0_01,
+       median(first_0_01) AS median_first_0_01, avg((first_0_1 IS NOT NULL)::INTEGER) AS share_0_1,
+       median(first_0_1) AS median_first_0_1, avg((first_1 IS NOT NULL)::INTEGER) AS share_1,
        median(first_1) AS median_first_1
 FROM (
-    SELECT run, step, seq_id, iteration_a, iteration_b,
-           min(position) FILTER (abs(d) > 0.01) AS first_0_01,
-           min(position) FILTER (abs(d) > 0.1) AS first_0_1,
-           min(position) FILTER (abs(d) > 1) AS first_1
+    SELECT run, step, seq_id, iteration_a, iteration_b, min(position) FILTER (abs(d) > 0.01) AS first_0_01,
+           min(position) FILTER (abs(d) > 0.1) AS first_0_1, min(position) FILTER (abs(d) > 1) AS first_1
     FROM pair('train', 'rollout')
     WHERE mask AND isfinite(d)
     GROUP BY ALL

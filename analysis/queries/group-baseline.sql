@@ -26,11 +26,8 @@ WITH grouped AS (
     FROM (SELECT DISTINCT run, step, group_id, first_id, mean FROM grouped)
     WINDOW in_step AS (PARTITION BY run, step ORDER BY first_id)
 )
-SELECT run, step,
-       count(*) AS num_sequences,
-       avg(num_rows) AS rows_per_group,
-       corr(reward - mean, given) AS corr_in_group,
-       sqrt(avg(mean_given ** 2)) AS rms_group_mean,
+SELECT run, step, count(*) AS num_sequences, avg(num_rows) AS rows_per_group,
+       corr(reward - mean, given) AS corr_in_group, sqrt(avg(mean_given ** 2)) AS rms_group_mean,
        sqrt(avg((given - (reward - mean) / (std + 1e-4)) ** 2)) AS error_std,
        sqrt(avg((given - (reward - mean) / (std_pop + 1e-4)) ** 2)) AS error_std_pop,
        sqrt(avg((given - (reward - mean)) ** 2)) AS error_mean,

@@ -2,11 +2,8 @@
 -- Unit: nats per token; intercept in nats.
 -- Source: arXiv 2510.26788 (published values: about -1.01 nats per 1,000 tokens in bfloat16, -0.07 in float16).
 -- Meaning: the slope is the bias added per token; it moves sequence ratios away from 1 exponentially with length.
-SELECT run,
-       count(*) AS num_sequences,
-       regr_slope(sum_d, num_tokens) AS slope,
-       regr_intercept(sum_d, num_tokens) AS intercept,
-       regr_r2(sum_d, num_tokens) AS r2,
+SELECT run, count(*) AS num_sequences, regr_slope(sum_d, num_tokens) AS slope,
+       regr_intercept(sum_d, num_tokens) AS intercept, regr_r2(sum_d, num_tokens) AS r2,
        avg(num_tokens) AS mean_tokens
 FROM (
     SELECT run, step, seq_id, iteration_a, iteration_b, count(*)::DOUBLE AS num_tokens, sum(d) AS sum_d

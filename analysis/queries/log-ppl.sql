@@ -4,16 +4,10 @@
 --   for log_ppl_abs_diff_sum, which sums d over a sequence instead.
 -- Meaning: log_ppl_diff is the bias of the mismatch (above 0: the trainer is less confident), log_ppl_abs_diff its size; the
 --   sum grows with length even if no token got worse.
-SELECT run, step,
-       count(*) AS num_sequences,
-       avg(log_ppl_a) AS log_ppl_a,
-       avg(log_ppl_b) AS log_ppl_b,
-       avg(log_ppl_a - log_ppl_b) AS log_ppl_diff,
-       avg(abs(log_ppl_a - log_ppl_b)) AS log_ppl_abs_diff,
-       max(log_ppl_a - log_ppl_b) AS log_ppl_diff_max,
-       min(log_ppl_a - log_ppl_b) AS log_ppl_diff_min,
-       avg(exp(log_ppl_a - log_ppl_b)) AS ppl_ratio,
-       avg(abs(sum_d)) AS log_ppl_abs_diff_sum
+SELECT run, step, count(*) AS num_sequences, avg(log_ppl_a) AS log_ppl_a, avg(log_ppl_b) AS log_ppl_b,
+       avg(log_ppl_a - log_ppl_b) AS log_ppl_diff, avg(abs(log_ppl_a - log_ppl_b)) AS log_ppl_abs_diff,
+       max(log_ppl_a - log_ppl_b) AS log_ppl_diff_max, min(log_ppl_a - log_ppl_b) AS log_ppl_diff_min,
+       avg(exp(log_ppl_a - log_ppl_b)) AS ppl_ratio, avg(abs(sum_d)) AS log_ppl_abs_diff_sum
 FROM (
     SELECT run, step, seq_id, iteration_a, iteration_b,
            -avg(logprob_a::DOUBLE) AS log_ppl_a, -avg(logprob_b::DOUBLE) AS log_ppl_b, sum(d) AS sum_d

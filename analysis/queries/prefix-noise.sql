@@ -22,13 +22,9 @@ WITH neighbours AS (
     FROM pair('train', 'rollout')
     WHERE mask AND isfinite(d)
 )
-SELECT run, step,
-       count(*) AS num_compared,
-       avg((abs(one.a - two.a) > 1e-3)::INTEGER) AS noisy_a,
-       avg((abs(one.b - two.b) > 1e-3)::INTEGER) AS noisy_b,
-       sqrt(avg((one.a - two.a) ** 2)) AS rms_a,
-       sqrt(avg((one.b - two.b) ** 2)) AS rms_b,
-       max(abs(one.a - two.a)) AS max_a,
+SELECT run, step, count(*) AS num_compared, avg((abs(one.a - two.a) > 1e-3)::INTEGER) AS noisy_a,
+       avg((abs(one.b - two.b) > 1e-3)::INTEGER) AS noisy_b, sqrt(avg((one.a - two.a) ** 2)) AS rms_a,
+       sqrt(avg((one.b - two.b) ** 2)) AS rms_b, max(abs(one.a - two.a)) AS max_a,
        max(abs(one.b - two.b)) AS max_b
 FROM neighbours
 JOIN counted AS one USING (run, step, seq_id)

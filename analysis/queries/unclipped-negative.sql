@@ -5,9 +5,7 @@
 --   0.001 to 0.9 gives a ratio of 900.
 -- Meaning: share_of_loss is their share of sum |rho A|; if it is large, a few outliers dominate the update. Use current:rollout
 --   for a loss that divides by the rollout, current:train for one that divides by the trainer.
-SELECT run, step,
-       count(*) AS num_tokens,
-       avg((advantage < 0 AND d > ln(1.2))::INTEGER) AS share_beyond_1_2,
+SELECT run, step, count(*) AS num_tokens, avg((advantage < 0 AND d > ln(1.2))::INTEGER) AS share_beyond_1_2,
        avg((advantage < 0 AND d > ln(2))::INTEGER) AS share_beyond_2,
        avg((advantage < 0 AND d > ln(10))::INTEGER) AS share_beyond_10,
        max(exp(d)) FILTER (advantage < 0) AS max_ratio,

@@ -5,9 +5,7 @@
 -- Meaning: at temperature 0, more than one response means that the engine's numbers depend on its batches; in training, groups
 --   with a single distinct response give no gradient. This query needs no second pass and gives the same result for
 --   every pair.
-SELECT run, step,
-       count(*) AS num_groups,
-       avg(num_unique / num_responses) AS mean_share_unique,
+SELECT run, step, count(*) AS num_groups, avg(num_unique / num_responses) AS mean_share_unique,
        avg((num_unique = 1)::INTEGER) AS share_of_groups_alike,
        avg(shared) FILTER (num_unique > 1) AS mean_shared_tokens
 FROM (

@@ -84,13 +84,11 @@ def validity_answer(subject: Subject) -> Answer:
             f"{checked.num_tokens:,} tokens (statistics on all, {checked.num_sampled_tokens:,} inspected individually)"
         )
     return Answer(
-        code="valid" if checked.is_valid else first.code,
-        severity=GOOD if checked.is_valid else BAD,
+        code="valid" if checked.is_valid else first.code, severity=GOOD if checked.is_valid else BAD,
         short="valid" if checked.is_valid else f"not valid: {first.title}",
-        figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
-        basis=basis,
+        figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}", basis=basis,
         detail=evidence_text(first),
-    )
+    )  # fmt: skip
 
 
 def factor_answer(subject: Subject) -> Answer:
@@ -100,23 +98,19 @@ def factor_answer(subject: Subject) -> Answer:
     numerics = numerics_text(found.numerics)
     if (replay := found.settled_by) is not None:
         return Answer(
-            code="replay",
-            severity=GOOD if found.checked.is_valid else BAD,
+            code="replay", severity=GOOD if found.checked.is_valid else BAD,
             short=f"confirmed by a replay: {replay.arm}",
             figure=f"{replay.removed:.1%} of the mean squared d removed",
-            basis=f"{replay.num_tokens:,} tokens replayed",
-            detail=f"{effect_text(replay)}. {numerics}",
-        )
+            basis=f"{replay.num_tokens:,} tokens replayed", detail=f"{effect_text(replay)}. {numerics}",
+        )  # fmt: skip
     first = found.checked.findings[0]
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
     return Answer(
-        code=first.code,
-        severity=NOTICE if first.fails else GOOD,
-        short=first.title,
+        code=first.code, severity=NOTICE if first.fails else GOOD, short=first.title,
         figure=f"{size}{first.share:.1%} of the tokens",
         basis="from logprobs and contracts; a replay would confirm it" if found.next else "from logprobs",
         detail=numerics,
-    )
+    )  # fmt: skip
 
 
 def size_answer(subject: Subject) -> Answer:
@@ -127,13 +121,11 @@ def size_answer(subject: Subject) -> Answer:
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     is_high = found.size.code == "above" or code == "changed" or is_alarming
     return Answer(
-        code=code,
-        severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,
-        short=_SIZES[code],
-        figure=fired(len(found.alarms.raised), len(found.alarms.judged)),
+        code=code, severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,
+        short=_SIZES[code], figure=fired(len(found.alarms.raised), len(found.alarms.judged)),
         basis="" if code == "unpublished" else "compared with published values for these dtypes",
         detail=f"{normal_text(found)} Alerts: {alerts_text(found)}.",
-    )
+    )  # fmt: skip
 
 
 # --- objective ----------------------------------------------------------------------------------------------------------
@@ -149,13 +141,10 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio",
-            severity=NOTICE,
-            short="part of the ratio, so clipping and weights act on it",
-            figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
-            basis=subject.part,
+            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights act on it",
+            figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
             detail=detail,
-        )
+        )  # fmt: skip
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
     unclipped = found.figures.get("unclipped_relative_bias")
     pushes = not _straddles(relative) and push >= SMALL
@@ -167,13 +156,11 @@ def objective_answer(subject: Subject) -> Answer:
         interval = _interval(unclipped, found)
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
-        code=code,
-        severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
-        short=_EFFECTS[code],
+        code=code, severity=BAD if size >= LARGE else NOTICE if pushes else GOOD, short=_EFFECTS[code],
         figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute biases{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
-    )
+    )  # fmt: skip
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
@@ -214,38 +201,31 @@ def fall_answer(subject: Subject) -> Answer:
     detail, steps = verdict_sentence(found), f"{found.num_steps:,} steps"
     if found.fall is None and found.not_finite:
         return Answer(
-            code="not_finite",
-            severity=BAD,
+            code="not_finite", severity=BAD,
             short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite until the end",
-            figure=f"since step {found.not_finite[0].step}",
-            basis=steps,
-            detail=detail,
-        )
+            figure=f"since step {found.not_finite[0].step}", basis=steps, detail=detail,
+        )  # fmt: skip
     if not found.outcome:
         return _unknown(detail)
     if (silent := found.silent) is not None:
         first = silent.suspects[0]
         return Answer(
-            code="unseen",
-            severity=OPEN,
+            code="unseen", severity=OPEN,
             short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
             figure=f"since step {silent.step} (interval {silent.low}-{silent.high})",
-            basis=_probability(found, first),
-            detail=detail,
-        )
+            basis=_probability(found, first), detail=detail,
+        )  # fmt: skip
     fall = found.fall
     if fall is None:
         return Answer(code="none", severity=GOOD, short="no collapse", basis=steps, detail=detail)
     first = found.first_suspect or found.suspects[0]
     title = as_cause(first, subject.diagnosis.checked if subject.diagnosis else None).title
     return Answer(
-        code=found.cause or "unknown_cause",
-        severity=BAD,
+        code=found.cause or "unknown_cause", severity=BAD,
         short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
         figure=f"{fall.course} step {fall.step}{interval_text(*fall.interval)}",
-        basis=_probability(found, first),
-        detail=detail,
-    )
+        basis=_probability(found, first), detail=detail,
+    )  # fmt: skip
 
 
 def _probability(found: Attribution, first: Suspect) -> str:

@@ -35,10 +35,7 @@ _OF_SEQUENCES = {
     "share_length_limited": "avg((finish_reason = 'length')::INTEGER)",
 }
 
-_OF_GROUPS = {
-    "reward_std_within_groups": "avg(spread)",
-    "share_groups_without_spread": "avg((spread = 0)::INTEGER)",
-}
+_OF_GROUPS = {"reward_std_within_groups": "avg(spread)", "share_groups_without_spread": "avg((spread = 0)::INTEGER)"}
 
 _GROUPS = """SELECT step, {value} AS {name}
 FROM (

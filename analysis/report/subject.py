@@ -83,13 +83,9 @@ class Subject:
 
 
 def read_subject(
-    trace: str | os.PathLike[str],
-    pair: Pair,
-    name: str,
-    control: str | os.PathLike[str] | None,
-    steps: str,
+    trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, steps: str,
     advance: Advance,
-) -> Subject:
+) -> Subject:  # fmt: skip
     """Run every analysis on a trace. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = open_database(trace, steps)
     other = None if control is None else open_database(control, steps)

@@ -9,8 +9,7 @@ CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
         SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
                unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(scores_a.logprobs) AS logprob_a,
-               unnest(scores_b.logprobs) AS logprob_b,
+               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b,
                unnest(coalesce(scores_b.entropy, scores_a.entropy, loss.entropy))::DOUBLE AS entropy,
                unnest(coalesce(scores_b.top2_gap, scores_a.top2_gap, loss.top2_gap))::DOUBLE AS top2_gap
         FROM sequences AS s
@@ -33,8 +32,7 @@ CREATE OR REPLACE MACRO pair_now(a, b, now) AS TABLE
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
                unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))
                    AS advantage,
-               unnest(scores_a.logprobs)::DOUBLE AS logprob_a,
-               unnest(scores_b.logprobs)::DOUBLE AS logprob_b,
+               unnest(scores_a.logprobs)::DOUBLE AS logprob_a, unnest(scores_b.logprobs)::DOUBLE AS logprob_b,
                unnest(scores_now.logprobs)::DOUBLE AS logprob_current
         FROM sequences AS s
         JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id

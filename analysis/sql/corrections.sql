@@ -50,13 +50,10 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     pooled AS (
         SELECT sequence, any_value(run) AS run, any_value(step) AS step,
                sum(num_tokens)::BIGINT AS length, sum(num_nan)::BIGINT AS num_nan, sum(num_inf)::BIGINT AS num_inf,
-               exp(clamped(sum(sum_d))) AS seq_ratio,
-               sum(sum_c) AS sum_c,
+               exp(clamped(sum(sum_d))) AS seq_ratio, sum(sum_c) AS sum_c,
                sum(sum_c) / nullif(sum(num_tokens), 0) AS mean_c,
-               sum(sum_k3) / nullif(sum(num_tokens), 0) AS mean_k3,
-               max(max_k2) AS max_k2,
-               min(min_ratio) AS min_ratio,
-               coalesce(bit_or(1 << zone), 0) AS zones_there,
+               sum(sum_k3) / nullif(sum(num_tokens), 0) AS mean_k3, max(max_k2) AS max_k2,
+               min(min_ratio) AS min_ratio, coalesce(bit_or(1 << zone), 0) AS zones_there,
                coalesce(bit_or(1 << zone) FILTER (sign > 0), 0) AS zones_positive,
                coalesce(bit_or(1 << zone) FILTER (sign < 0), 0) AS zones_negative
         FROM zones
@@ -152,11 +149,9 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
         )
     ),
     of_tokens AS (
-        SELECT run, step, quarter, place,
-               sum(num) FILTER (treatment = 0) AS num_tokens_cut,
+        SELECT run, step, quarter, place, sum(num) FILTER (treatment = 0) AS num_tokens_cut,
                sum(num) FILTER (treatment = 1) AS num_tokens_truncated,
-               sum(num) FILTER (sign > 0) AS num_positive,
-               sum(num) FILTER (sign < 0) AS num_negative,
+               sum(num) FILTER (sign > 0) AS num_positive, sum(num) FILTER (sign < 0) AS num_negative,
                sum(num) FILTER (sign > 0 AND treatment = 0) AS num_cut_positive,
                sum(num) FILTER (sign < 0 AND treatment = 0) AS num_cut_negative,
                sum(num) FILTER (sign > 0 AND treatment = 1) AS num_truncated_positive,

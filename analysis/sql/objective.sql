@@ -98,10 +98,8 @@ CREATE OR REPLACE MACRO loss_shares(now, aggregation := 'token_mean', constant :
                 ELSE error('aggregation: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, '
                            || 'sequence or constant') END AS share
     FROM (
-        SELECT run, step, seq_id, iteration, num_tokens,
-               count(*) OVER updates AS num_rows,
-               count(forward_id) OVER updates AS num_placed,
-               sum(num_tokens) OVER updates AS num_update_tokens,
+        SELECT run, step, seq_id, iteration, num_tokens, count(*) OVER updates AS num_rows,
+               count(forward_id) OVER updates AS num_placed, sum(num_tokens) OVER updates AS num_update_tokens,
                sum(num_tokens) OVER (PARTITION BY run, step, iteration, writer, forward_id) AS num_forward_tokens,
                count(DISTINCT hash(writer, forward_id)) OVER updates AS num_forwards
         FROM (

@@ -10,8 +10,7 @@ CREATE OR REPLACE MACRO pair(a, b) AS TABLE
                unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
                unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage,
-               unnest(scores_a.logprobs) AS logprob_a,
-               unnest(scores_b.logprobs) AS logprob_b
+               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b
         FROM sequences AS s
         JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
         JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id

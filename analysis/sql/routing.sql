@@ -4,8 +4,7 @@
 CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            s.num_prompt_tokens::BIGINT AS num_prompt_tokens, s.num_response_tokens::BIGINT AS num_response_tokens,
-           scores_a.contract,
-           scores_a.routing AS group_a, scores_a.routing_start AS start_a,
+           scores_a.contract, scores_a.routing AS group_a, scores_a.routing_start AS start_a,
            scores_b.routing AS group_b, scores_b.routing_start AS start_b
     FROM sequences AS s
     JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
@@ -37,8 +36,7 @@ CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
 
 -- routing_groups(a, b, by_step): one row per (run, step, layer), or per (run, layer) with step NULL.
 CREATE OR REPLACE MACRO routing_groups(a, b, by_step) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step, layer,
-           sum(num_tokens)::BIGINT AS num_tokens,
+    SELECT run, CASE WHEN by_step THEN step END AS step, layer, sum(num_tokens)::BIGINT AS num_tokens,
            sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
            sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
            fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,

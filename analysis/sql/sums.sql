@@ -4,10 +4,8 @@ CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
            isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
            CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
     FROM (
-        SELECT run, step, seq_id, iteration_a, iteration_b,
-               unnest(logprobs_a)::DOUBLE AS logprob_a,
-               unnest(logprobs_b)::DOUBLE AS logprob_b,
-               unnest(mask) AS mask
+        SELECT run, step, seq_id, iteration_a, iteration_b, unnest(logprobs_a)::DOUBLE AS logprob_a,
+               unnest(logprobs_b)::DOUBLE AS logprob_b, unnest(mask) AS mask
         FROM (
             SELECT s.run, s.step, s.seq_id,
                    scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,

@@ -3,11 +3,9 @@ CREATE OR REPLACE MACRO triangle(a, b, c) AS TABLE
     SELECT run, step, seq_id, position, logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b,
            logprob_c::DOUBLE AS logprob_c
     FROM (
-        SELECT s.run, s.step, s.seq_id,
-               unnest(range(s.num_response_tokens::BIGINT)) AS position,
+        SELECT s.run, s.step, s.seq_id, unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(scores_a.logprobs) AS logprob_a,
-               unnest(scores_b.logprobs) AS logprob_b,
+               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b,
                unnest(scores_c.logprobs) AS logprob_c
         FROM sequences AS s
         JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id

@@ -6,23 +6,17 @@ CREATE OR REPLACE VIEW steps AS
            mean_reward, std_reward, mean_advantage, first_policy_version, last_policy_version,
            loss, learning_rate, grad_norm
     FROM (
-        SELECT run, step,
-               count(*) AS num_sequences,
-               sum(num_response_tokens)::BIGINT AS num_tokens,
+        SELECT run, step, count(*) AS num_sequences, sum(num_response_tokens)::BIGINT AS num_tokens,
                avg(num_response_tokens) AS mean_response_tokens,
                max(num_response_tokens) AS max_response_tokens,
-               avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
-               avg(reward) AS mean_reward,
-               stddev_samp(reward) AS std_reward,
-               avg(advantage) AS mean_advantage,
-               min(policy_version) AS first_policy_version,
-               max(policy_version) AS last_policy_version
+               avg((finish_reason = 'length')::INTEGER) AS share_length_limited, avg(reward) AS mean_reward,
+               stddev_samp(reward) AS std_reward, avg(advantage) AS mean_advantage,
+               min(policy_version) AS first_policy_version, max(policy_version) AS last_policy_version
         FROM sequences
         GROUP BY run, step
     )
     LEFT JOIN (
-        SELECT run, step,
-               any_value(value) FILTER (name = 'loss') AS loss,
+        SELECT run, step, any_value(value) FILTER (name = 'loss') AS loss,
                any_value(value) FILTER (name = 'learning_rate') AS learning_rate,
                any_value(value) FILTER (name = 'grad_norm') AS grad_norm
         FROM metrics
@@ -34,15 +28,12 @@ CREATE OR REPLACE VIEW steps AS
 -- tokens: one row per response token with the values of the engine and the trainer; NULL if missing.
 CREATE OR REPLACE VIEW tokens AS
     SELECT run, step, seq_id, group_id, position, token_id, mask, rollout_logprob, train_logprob,
-           train_logprob::DOUBLE - rollout_logprob::DOUBLE AS d,
-           advantage
+           train_logprob::DOUBLE - rollout_logprob::DOUBLE AS d, advantage
     FROM (
-        SELECT s.run, s.step, s.seq_id, s.group_id,
-               unnest(range(s.num_response_tokens::BIGINT)) AS position,
+        SELECT s.run, s.step, s.seq_id, s.group_id, unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(s.response_ids) AS token_id,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(rollout.logprobs) AS rollout_logprob,
-               unnest(train.logprobs) AS train_logprob,
+               unnest(rollout.logprobs) AS rollout_logprob, unnest(train.logprobs) AS train_logprob,
                unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage
         FROM sequences AS s
         LEFT JOIN (SELECT run, step, seq_id, logprobs FROM scores WHERE "pass" = 'rollout') AS rollout

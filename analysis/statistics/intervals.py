@@ -78,14 +78,9 @@ def unit(table: str) -> str:
 
 
 def bootstrap(
-    statistics: Mapping[str, Statistic],
-    columns: Mapping[str, Array],
-    unit_N: np.ndarray,
-    confidence: float,
-    *,
-    constants: Mapping[str, float] | None = None,
-    open_ended: bool = False,
-) -> dict[str, Interval | NoInterval]:
+    statistics: Mapping[str, Statistic], columns: Mapping[str, Array], unit_N: np.ndarray, confidence: float, *,
+    constants: Mapping[str, float] | None = None, open_ended: bool = False,
+) -> dict[str, Interval | NoInterval]:  # fmt: skip
     """Return intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
 
     Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard

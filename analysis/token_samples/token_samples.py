@@ -172,11 +172,7 @@ _WANTED = Wanted()
 
 
 def read_token_samples(
-    database: Database,
-    pair: Pair = ("train", "rollout"),
-    *,
-    notable: Sequence[int] = (),
-    wanted: Wanted = _WANTED,
+    database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), wanted: Wanted = _WANTED
 ) -> TokenSamples:
     """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), nats.
 

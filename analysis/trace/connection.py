@@ -34,10 +34,6 @@ def num_threads() -> int:
     return min([os.cpu_count() or 1, *_most])
 
 
-def is_limited() -> bool:
-    return bool(_most)
-
-
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
     """Yield a function's results in the order of the items, with only a few items submitted ahead."""
     waiting: deque[Future[Made]] = deque()
@@ -125,7 +121,7 @@ class Connection:
 
     def use_threads(self) -> None:
         """Let DuckDB use all threads that this process may use for the next queries."""
-        self.execute(f"SET threads = {num_threads()}" if is_limited() else "RESET threads")
+        self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None

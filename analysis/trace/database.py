@@ -231,9 +231,7 @@ class Database:
         return QueryFailed(f"{runs}: the query could not be answered ({first_line(error)})")
 
 
-def cached(
-    read: Callable[Concatenate[Database, Asked], Found],
-) -> Callable[Concatenate[Database, Asked], Found]:
+def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:
     """Cache a function of a database by its arguments, which must be hashable, as long as the database is open.
 
     All callers share a result, so none may modify it.
@@ -284,7 +282,7 @@ def _is_of_function(error: Exception) -> bool:
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Return an error that names the first unreadable file among those without a checksum."""
+    """Return an error that names the first file that cannot be read, although its checksums match."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

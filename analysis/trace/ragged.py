@@ -5,7 +5,7 @@ Shapes: T tokens of several sequences, concatenated; N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,7 @@ class Tokens:
     """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every required pass has a logprob for it; None if all do."""
-    entropy_T: Array | None = None
-    """Entropy, nats; NaN if missing; None if it was not read."""
+    """bool: True if the loss counts the token and every pass has a logprob for it; None if all do."""
     advantage_N: Array | None = None
     """Advantage of all tokens of a sequence; NaN if missing; None if it was not read."""
     advantage_T: Array | None = None
@@ -75,23 +73,21 @@ class Tokens:
             logprobs={name: of_tokens(values_T) for name, values_T in self.logprobs.items()},
             lengths_N=lengths_N,
             counted_T=part(self.counted_T),
-            entropy_T=part(self.entropy_T),
             advantage_N=None if self.advantage_N is None else of_sequences(self.advantage_N),
             advantage_T=part(self.advantage_T),
         )
 
 
 def tokens_of(
-    logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
-    advantage: Any = None, advantages: Any = None,
-) -> Tokens:  # fmt: skip
-    """Return the tokens of Arrow lists, one per sequence. A sequence ends where its shortest required list ends.
+    logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
+) -> Tokens:
+    """Return the tokens of Arrow lists, one per sequence. A sequence ends where the shortest list of a pass ends.
 
     `mask` has lists of bool: the loss counts tokens marked True, and all tokens of a sequence with an empty list.
-    `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` has one value per
-    sequence, which a list of `advantages` overrides.
+    `advantages` are NaN where their lists are too short. `advantage` has one value per sequence, which a list of
+    `advantages` overrides.
     """
-    needed = {name: flat(lists) for name, lists in logprobs.items() if name not in optional}
+    needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
     counted_T = None if mask is None else counted(mask, lengths_N)
     arrays: dict[str, Array] = {}
@@ -105,11 +101,9 @@ def tokens_of(
             valid_T = array_of(cut.is_valid())
             counted_T = valid_T if counted_T is None else counted_T & valid_T
         arrays[name] = array_of(cut)
-    arrays |= {name: fitted(lists, lengths_N) for name, lists in logprobs.items() if name in optional}
     advantage_N = None if advantage is None else array_of(advantage).astype(np.float64)
     return Tokens(
-        logprobs={name: arrays[name] for name in logprobs}, lengths_N=lengths_N, counted_T=counted_T,
-        entropy_T=None if entropy is None else fitted(entropy, lengths_N), advantage_N=advantage_N,
+        logprobs=arrays, lengths_N=lengths_N, counted_T=counted_T, advantage_N=advantage_N,
         advantage_T=None if advantages is None else _by_token(advantages, advantage_N, lengths_N),
     )  # fmt: skip
 

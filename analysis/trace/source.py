@@ -77,11 +77,11 @@ def run_folder(run: str) -> str:
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
-def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
+def open_source(url: str, *, examined: Examined | None = None) -> Source:
     """Examine a trace. Raises what tracer.snapshot.take_snapshot raises."""
     snapshot = take_snapshot(Store(url), examined=examined)
     parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
-    source = Source(run=run or snapshot.store.name, newest=newest_attempts(snapshot), **parts)
+    source = Source(run=snapshot.store.name, newest=newest_attempts(snapshot), **parts)
     find_sums(source)
     return source
 
@@ -158,16 +158,13 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return what a file of sums says it was made from; None if an earlier release wrote it. Raises
-    DamagedTrace.
+    """Return what a file of sums says it was made from; None if an earlier release wrote it. Raises DamagedTrace.
 
     The file name has the checksum of the footer, so the file can be verified without an entry in a manifest.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
     footer = indexed or read_footer(store, relative, num_bytes)
-    if not footer.has_checksums:
-        return None
     where = store.shown(relative)
     try:
         content = json.loads(footer.metadata[MADE_OF])

@@ -38,18 +38,16 @@ class PassRows:
 
 def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
-    keys: str = "", lists: Sequence[str] = (), entropy: Sequence[str] = (), of_sequences: bool = False, where: str = "",
-    order: str = "",
+    keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
     """Return an SQL query for one row per sequence, which `tokens_of_rows` converts to tokens.
 
     Its columns are the logprobs of every pass, under the keys of `passes`; the expressions in `rows`, which may use `s`
-    (the sequence) and these keys; the `lists` mask and advantages, the latter with the advantage per sequence; and the
-    `entropy` of the first named pass that has one.
+    (the sequence) and these keys; and the `lists` mask and advantages, the latter with the advantage per sequence.
 
     Only sequences with a score under every required pass are read, of the given run and steps or of all; a
     range of steps means every step in it. `sequences` is joined only if `lists` or `of_sequences` need it, as the join
-    takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
+    takes a third of the time. `keys` is a condition on every table.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -61,8 +59,6 @@ def token_query(
             if scored.logprobs
         ),
     ]
-    if entropy:
-        columns.append(f"coalesce({', '.join(f'{name}.entropy' for name in entropy)}, []::FLOAT[]) AS entropy")
     columns += [
         "s.advantage" if name == "advantage" else f"coalesce(s.{_LISTS[name]}, {_EMPTY[name]}) AS {name}"
         for name in lists
@@ -81,21 +77,13 @@ def token_query(
             f"{name}.{key} = {base}.{key}" for key in (("step", "seq_id") if run else ("run", "step", "seq_id"))
         )
         joins.append(f"{'LEFT JOIN' if optional else 'JOIN'} {other} AS {name} ON {on}")
-    kept = f" WHERE {where}" if where else ""
-    return f"SELECT {', '.join(columns)} FROM {' '.join(joins)}{kept}{f' ORDER BY {order}' if order else ''}"
+    return f"SELECT {', '.join(columns)} FROM {' '.join(joins)}{f' ORDER BY {order}' if order else ''}"
 
 
-def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Return the tokens of rows of `token_query`; every pass in `passes` is required, those in `optional` are not."""
-    names = rows.schema.names
-
-    def column(name: str) -> object:
-        return rows.column(name) if name in names else None
-
-    return tokens_of(
-        {name: rows.column(name) for name in (*passes, *optional)}, optional=optional, mask=column("mask"),
-        entropy=column("entropy"), advantage=column("advantage"), advantages=column("advantages"),
-    )  # fmt: skip
+def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str]) -> Tokens:
+    """Return the tokens of rows of `token_query` with logprobs of the given passes."""
+    lists = {name: rows.column(name) for name in ("mask", "advantage", "advantages") if name in rows.schema.names}
+    return tokens_of({name: rows.column(name) for name in passes}, **lists)
 
 
 def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:

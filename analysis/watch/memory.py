@@ -38,11 +38,7 @@ from ..trace.source import Pair, Source
 from ..views import open_database
 
 _SUMMED = ["num_prompt_tokens", "num_response_tokens"]
-_COLUMNS = {
-    SEQUENCES: ["step", "attempt", *_SUMMED],
-    SCORES: ["step", "attempt", "pass"],
-    METRICS: ["step", "attempt"],
-}
+_COLUMNS = {SEQUENCES: ["step", "attempt", *_SUMMED], SCORES: ["step", "attempt", "pass"], METRICS: ["step", "attempt"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

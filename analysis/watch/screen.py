@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -36,7 +35,8 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
             console.print(WatchedView(seen), crop=False)
         return
     last = None
-    with _handled((signal.SIGTERM, signal.SIGHUP), _interrupt):
+    # These signals raise KeyboardInterrupt, as Ctrl-C does, so that the terminal is restored.
+    with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         try:
             with (
                 Live(
@@ -61,11 +61,6 @@ def watched_text(seen: Watched) -> str:
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)
     return captured.get()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt on a signal, as Ctrl-C does, so that the terminal is restored."""
-    raise KeyboardInterrupt
 
 
 @contextmanager

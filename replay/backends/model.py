@@ -32,15 +32,9 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 def build(
-    identity: Mapping[str, Any],
-    *,
-    dtype: str,
-    attention: str,
-    device: str,
-    experts: str | None = None,
-    factory: str | None = None,
-    allow_kernel: Sequence[str] = (),
-) -> Any:
+    identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, experts: str | None = None,
+    factory: str | None = None, allow_kernel: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Build the model without loading weights; adapters in the trace are added.
 
     `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
@@ -143,10 +137,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
-    if chosen["attn_implementation"] not in (
-        "eager",
-        *AttentionInterface(),
-    ):  # for example if a kernel failed to load
+    if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # for example if a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded later, so only buffers are initialised

@@ -21,13 +21,9 @@ from ..batching import ForwardBatch
 
 @contextmanager
 def followed(
-    known: Sequence[Router],
-    batch: ForwardBatch,
-    recorded: Sequence[Routing] | None,
-    into: list[Routing],
-    *,
+    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Append to `into` the routers' choices for each row's tokens in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the

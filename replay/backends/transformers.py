@@ -29,15 +29,9 @@ class TransformersScorer(BatchScorer):
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
     def __init__(
-        self,
-        model: Any,
-        head: Head,
-        *,
-        cached_tokens: int | None = None,
-        kv_dtype: str | None = None,
-        autocast_dtype: Any = None,
-        compile: bool = False,
-    ):
+        self, model: Any, head: Head, *, cached_tokens: int | None = None, kv_dtype: str | None = None,
+        autocast_dtype: Any = None, compile: bool = False,
+    ):  # fmt: skip
         """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None means a single
         pass."""
         self._model = model.eval()

@@ -92,11 +92,7 @@ class VllmEngine:
         return not stale
 
     def score(
-        self,
-        rows: Sequence[RecordedRow],
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
+        self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
     ) -> list[np.ndarray]:
         """Return each row's response logprobs [T] float32.
 

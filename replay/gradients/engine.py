@@ -105,12 +105,7 @@ class _StepTaker:
     """Computes gradients, one step at a time. On a cluster, each actor opens the trace itself."""
 
     def __init__(
-        self,
-        run: RecordedRun,
-        arms: Sequence[GradientArm],
-        loss: Loss,
-        accumulated: float | None,
-        threads: int | None,
+        self, run: RecordedRun, arms: Sequence[GradientArm], loss: Loss, accumulated: float | None, threads: int | None
     ):
         """`accumulated` is the recorded number of micro-batches per optimizer step. `threads` is the number of torch
         threads in an actor's parent process; None in this process."""

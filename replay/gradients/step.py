@@ -60,13 +60,7 @@ class Sums:
 class StepPasses:
     """Computes one optimizer step's gradient under several arms. The first arm's gradient is the reference."""
 
-    def __init__(
-        self,
-        update: Update,
-        *,
-        logged_norm: float | None,
-        accumulated: float | None,
-    ):
+    def __init__(self, update: Update, *, logged_norm: float | None, accumulated: float | None):
         self.update = update
         self._logged, self._accumulated = logged_norm, accumulated
         self._sums: Sums | None = None
@@ -86,20 +80,12 @@ class StepPasses:
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
         return GradientStep(
-            step=self.update.step,
-            policy_version=self.update.policy_version,
-            arm=arm.name,
-            num_sequences=len(self.update.rows),
-            num_tokens=self.update.num_tokens,
-            grad_norm=norm,
-            logged_norm=self._logged,
-            reproduced=reproduced,
-            forward_held=seen.held,
-            num_micro_batches=len(squares),
-            whole=whole,
-            modules=tuple(kinds),
+            step=self.update.step, policy_version=self.update.policy_version, arm=arm.name,
+            num_sequences=len(self.update.rows), num_tokens=self.update.num_tokens, grad_norm=norm,
+            logged_norm=self._logged, reproduced=reproduced, forward_held=seen.held, num_micro_batches=len(squares),
+            whole=whole, modules=tuple(kinds),
             notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
-        )
+        )  # fmt: skip
 
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen

@@ -174,18 +174,9 @@ def of_own_attention(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    weights: Any,
-    exact: Any,
-    scaling: float,
-    rounding: Rounding,
-    *,
-    rounds_scores: bool,
-    cut: float = 0.0,
-    off: Sequence[Any] = (),
-) -> Any:
+    query: Any, key: Any, value: Any, weights: Any, exact: Any, scaling: float, rounding: Rounding, *,
+    rounds_scores: bool, cut: float = 0.0, off: Sequence[Any] = (),
+) -> Any:  # fmt: skip
     """Return a bound [T, N, D] on the error of an attention core, to first order in the errors of the scores.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is

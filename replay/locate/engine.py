@@ -129,15 +129,9 @@ class _Location:
     """One run of `locate`: both executions, the float64 model, and the chosen sequences."""
 
     def __init__(
-        self,
-        run: RecordedRun,
-        step: int,
-        rows: list[RecordedRow],
-        chosen: Chosen,
-        wanted: Callable[[str], bool],
-        is_asked: Callable[[str], bool],
-        progress: Progress,
-    ):
+        self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
+        is_asked: Callable[[str], bool], progress: Progress,
+    ):  # fmt: skip
         """`wanted` selects the operators to observe, `is_asked` the operators to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
@@ -311,13 +305,10 @@ class _Location:
                 if not bool((parameter == exact).all()):
                     off = (parameter.double() - exact.double()).abs()
                     yield WeightDifference(
-                        side=side,
-                        tensor=name,
-                        layer=layer_of(name),
-                        largest=float(off.max()),
+                        side=side, tensor=name, layer=layer_of(name), largest=float(off.max()),
                         version=None if execution.arm.quantize else self._version_of(name, parameter),
                         share=float((off > 0).double().mean()),
-                    )
+                    )  # fmt: skip
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
         """Return the nearest recorded policy version that contains this tensor; None if there is none."""

@@ -49,15 +49,9 @@ class Execution:
     """The recorded model. Its operators are observed in this execution, whichever modules compute them."""
 
     def __init__(
-        self,
-        run: RecordedRun,
-        arm: Arm,
-        contract: Contract,
-        device: str,
-        prepare: Prepare | None = None,
-        *,
+        self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None, *,
         calls_whole_model: bool = False,
-    ):
+    ):  # fmt: skip
         """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         self.arm, self.run = arm, run

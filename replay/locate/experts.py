@@ -34,14 +34,9 @@ choice is accepted if it follows from the logits under one of these shifts."""
 
 
 def judge_router(
-    heard: Heard,
-    name: str,
-    module: Any,
-    takes: tuple[Any, ...],
-    outputs: list[Any],
-    call: Call,
+    heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
-) -> None:
+) -> None:  # fmt: skip
     """Judge a router: its logits, whether the choice follows from the logits, and the scores of the choice.
 
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is

@@ -48,13 +48,9 @@ class Heard:
     """An execution's operators in one row's forward pass, observed and unobserved."""
 
     def __init__(
-        self,
-        taps: RowTaps,
-        arithmetic: Arithmetic,
-        recorded_dtypes: Mapping[str, Any],
-        judgement: Judgement,
+        self, taps: RowTaps, arithmetic: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
         first_position: int,
-    ):
+    ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
         # Computed only once, because both properties read all weights.
@@ -101,16 +97,9 @@ class Heard:
         return Rounding(given=finer(given), taken=finer(given if taken is None else taken), **rest)
 
     def bound(
-        self,
-        name: str,
-        module: Any,
-        slot: int,
-        value: Any,
-        takes: tuple[Any, ...],
-        call: Call,
-        given: Any,
+        self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return a bound on the error of an operator's output, in the shape of `given`. `made_in` is the output's dtype
         if it differs from that of `given`."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)

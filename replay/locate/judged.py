@@ -60,15 +60,9 @@ class Judgement:
     """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
 
     def add(
-        self,
-        operator: str,
-        kind: str,
-        layer: int | None,
-        found: Any,
-        exact: Any,
-        bound: Any,
+        self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, the error is kept
         under this key."""
         if not self._owns(layer):

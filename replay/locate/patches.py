@@ -32,14 +32,9 @@ Names = Callable[[str], bool]
 
 
 def patched(
-    executions: Mapping[str, AnyExecution],
-    rows: Sequence[RecordedRow],
-    of: list[RecordedRow],
-    pooled: Pooled,
-    wanted: Names,
-    is_asked: Names,
-    progress: Progress,
-) -> Iterator[Patch]:
+    executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
+    wanted: Names, is_asked: Names, progress: Progress,
+) -> Iterator[Patch]:  # fmt: skip
     """Patch each execution in turn, in the batches of `of`. `wanted` selects routers; `is_asked` selects operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}

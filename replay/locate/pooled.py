@@ -85,21 +85,13 @@ class Pooled:
         ]
         apart = self.apart.get(name, ())
         return OperatorError(
-            side=side,
-            order=min(orders or [each.order for _, each in found]),
-            operator=name,
-            kind=worst.kind,
-            layer=worst.layer,
-            dtype=worst.dtype,
-            num_values=number,
-            introduced=float(np.sqrt(square / max(number, 1))),
-            ratio=worst.ratio,
-            seq_id=seq_id,
-            token=worst.token,
+            side=side, order=min(orders or [each.order for _, each in found]), operator=name, kind=worst.kind,
+            layer=worst.layer, dtype=worst.dtype, num_values=number,
+            introduced=float(np.sqrt(square / max(number, 1))), ratio=worst.ratio, seq_id=seq_id, token=worst.token,
             inherited=_relative([before for before, _ in apart]),
             difference=_relative([behind for _, behind in apart]),
             in_double=max((each.largest for each in in_double), default=None),
-        )
+        )  # fmt: skip
 
 
 def _relative(parts: list[Apart]) -> float | None:
@@ -133,14 +125,8 @@ def first_divergence(
         held = foreign.get((each.side, each.operator))
         if held is not None or each.is_beyond or (each.in_double or 0.0) > CODE_DIFFERS:
             return Divergence(
-                side=each.side,
-                operator=each.operator,
-                kind=each.kind,
-                layer=each.layer,
-                why="weights" if held is not None else "beyond" if each.is_beyond else "code",
-                ratio=each.ratio,
-                version=None if held is None else held.version,
-                seq_id=each.seq_id,
-                token=each.token,
-            )
+                side=each.side, operator=each.operator, kind=each.kind, layer=each.layer,
+                why="weights" if held is not None else "beyond" if each.is_beyond else "code", ratio=each.ratio,
+                version=None if held is None else held.version, seq_id=each.seq_id, token=each.token,
+            )  # fmt: skip
     return None

@@ -51,12 +51,7 @@ class Reference:
         self.layers = layer_modules(model)
 
     def judge(
-        self,
-        row: RecordedRow,
-        taps: RowTaps,
-        execution: Arithmetic,
-        first_position: int,
-        window: Window = EVERY_LAYER,
+        self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
         """Judge the operators of a row's forward pass; afterwards, `taps` contains only the head's values.
 
@@ -65,24 +60,14 @@ class Reference:
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
-        with (
-            torch.no_grad(),
-            KeepDouble(),
-            forward.listening(mixtures(self.model), self.layers),
-            self._running(window),
-        ):
+        with torch.no_grad(), KeepDouble(), forward.listening(mixtures(self.model), self.layers), self._running(window):
             self._hidden(row, first_position)
         return judgement
 
     def carried(
-        self,
-        row: RecordedRow,
-        weights_T: np.ndarray,
-        temperature: float,
-        first_position: int,
-        windows: Sequence[Window],
-        errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
-    ) -> list[dict[Point, float]]:
+        self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
+        windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
+    ) -> list[dict[Point, float]]:  # fmt: skip
         """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
         times gradient.
 

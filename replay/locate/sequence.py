@@ -105,15 +105,10 @@ class SequenceJudge:
     """Judges the operators on one sequence, one window of layers after another."""
 
     def __init__(
-        self,
-        row: RecordedRow,
-        executions: Mapping[str, AnyExecution],
-        reference: Reference,
-        windows: Sequence[Window],
-        listen: Callable[[Window], dict[str, RowTaps]],
-        heard: dict[str, RowTaps],
+        self, row: RecordedRow, executions: Mapping[str, AnyExecution], reference: Reference,
+        windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
-    ):
+    ):  # fmt: skip
         """`heard` has the values of both executions in the last window, `pooled` their logprobs. `listen` runs one."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled

@@ -238,9 +238,7 @@ def attention_around(around: Around) -> Iterator[None]:
 
 @contextmanager
 def hooked(
-    modules: Mapping[str, Any],
-    before: Callable[..., Any] | None = None,
-    after: Callable[..., Any] | None = None,
+    modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around the modules'
     calls.
@@ -265,12 +263,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 class Taps:
     """Records the inputs and outputs of a model's operators, for some rows of the observed forward passes."""
 
-    def __init__(
-        self,
-        model: Any,
-        wanted: Callable[[str], bool],
-        recorded: Mapping[str, Any],
-    ):
+    def __init__(self, model: Any, wanted: Callable[[str], bool], recorded: Mapping[str, Any]):
         """`wanted` selects operators by name. `recorded` are the operators of the recorded model."""
         self._device = next(model.parameters()).device
         every = operators(model, recorded)

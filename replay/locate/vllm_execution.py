@@ -57,12 +57,7 @@ class VllmExecution:
     """transformers' name of the module that computes logits."""
 
     def __init__(
-        self,
-        run: RecordedRun,
-        arm: Arm,
-        contract: Contract,
-        device: str,
-        prepare: Callable[[Any], None] | None = None,
+        self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
     ):
         """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)

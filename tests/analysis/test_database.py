@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from builders import PROGRAMS, add_step, make_batch, make_trace
+from forged import reseal, rewrite_table
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.compact import compact
 from tim_trace.analysis.facts.read_series import read_series
@@ -18,7 +19,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace import large_tables
+from tim_trace.analysis.trace import large_tables, source
 from tim_trace.analysis.trace.macros import LISTING
 from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
@@ -256,13 +257,12 @@ def test_names_with_quotes_are_names(tmp_path):
     assert rows(tmp_path / "it's", "SELECT DISTINCT run FROM tokens") == [("it's",)]
 
 
-def test_the_first_format_version_stays_readable(trace_v1):
-    database = open_database(trace_v1)
+def test_format_2_stays_readable(trace_v2):
+    database = open_database(trace_v2)
     assert database.sources[0].damaged == []
     found = database.connection.execute("SELECT step, num_tokens, k3 FROM pair_steps('train', 'rollout')").fetchall()
-    wanted = json.loads((trace_v1.parent / "trace-v1.json").read_text())
-    # Tokens were added up in another order by the release that wrote it: a unit in the last place.
-    assert [list(row) for row in found] == [pytest.approx(row, rel=1e-15) for row in wanted["pair_steps"]]
+    wanted = json.loads((trace_v2.parent / "trace-v2.json").read_text())
+    assert [list(row) for row in found] == wanted["pair_steps"]
 
 
 TYPES = {
@@ -315,11 +315,11 @@ def read_again(trace, tmp_path):
 @pytest.mark.filterwarnings("error::tim_trace.schemas.errors.TimTraceWarning")
 @pytest.mark.parametrize("many_files", [large_tables.MANY_FILES, 0], ids=["few files", "large tables"])
 def test_a_column_of_a_later_release_of_any_type_leaves_the_oldest_trace_whole(
-    trace_v1, tmp_path, later, monkeypatch, many_files
+    trace_v2, tmp_path, later, monkeypatch, many_files
 ):
     monkeypatch.setattr(large_tables, "MANY_FILES", many_files)
-    counts, steps = read_again(trace_v1, tmp_path)
-    expected = json.loads((trace_v1.parent / "trace-v1.json").read_text())["pair_steps"]
+    counts, steps = read_again(trace_v2, tmp_path)
+    expected = json.loads((trace_v2.parent / "trace-v2.json").read_text())["pair_steps"]
     assert (counts["sequences"], counts["scores"]) == (6, 12)
     assert [[row["step"], row["num_tokens"], pytest.approx(row["k3"])] for row in steps] == expected
 
@@ -340,7 +340,7 @@ def test_a_journal_of_before_a_column_is_read_and_merged_with_it(tmp_path, monke
     recorder.close()
 
 
-def test_columns_that_are_never_null_are_those_of_the_first_release(trace_v1):
+def test_columns_that_are_never_null_are_those_of_the_first_release(trace_v2):
     """A later one would be missing from every file before it."""
     first = {
         "sequences": {"step", "seq_id", "response_ids", "num_response_tokens", "writer"},
@@ -353,34 +353,37 @@ def test_columns_that_are_never_null_are_those_of_the_first_release(trace_v1):
         name: {column.name for column in table.columns if not column.null} for name, table in TABLES.items()
     } == first
     for name in ("sequences", "scores", "metrics"):
-        (file,) = (trace_v1 / name).glob("*.parquet")
+        (file,) = (trace_v2 / name).glob("*.parquet")
         assert first[name] <= {*pq.read_schema(file).names}
 
 
 @pytest.mark.parametrize("column", ["logprobs", "seq_id"])
-def test_a_file_without_a_column_has_it_as_null_or_is_damaged_where_it_is_never_null(trace_v1, column):
-    (file,) = (trace_v1 / "scores").glob("*.parquet")
-    pq.write_table(pq.read_table(file).drop_columns([column]), file)
-    found = info(str(trace_v1)).damaged
+def test_a_file_without_a_column_has_it_as_null_or_is_damaged_where_it_is_never_null(trace_v2, column):
+    (file,) = (trace_v2 / "scores").glob("*.parquet")
+    rewrite_table(file, lambda table: table.drop_columns([column]))
+    reseal(trace_v2)
+    found = info(str(trace_v2)).damaged
     if column == "seq_id":
         assert "missing columns: seq_id" in found[0]
         return
     assert found == ()
-    assert rows(trace_v1, "SELECT count(*), count(logprobs) FROM scores") == [(12, 0)]
-    assert scored_passes(trace_v1) == []
-    assert Watcher(trace_v1).look().num_sequences == 6
+    assert rows(trace_v2, "SELECT count(*), count(logprobs) FROM scores") == [(12, 0)]
+    assert scored_passes(trace_v2) == []
+    assert Watcher(trace_v2).look().num_sequences == 6
 
 
-def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):
-    before = {path.name for path in (trace_v1 / "sums").iterdir()}
-    database = open_database(trace_v1)
+def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v2, monkeypatch):
+    stats(trace_v2)
+    monkeypatch.setattr(source, "_EDITION", source._EDITION + 1)
+    before = {path.name for path in (trace_v2 / "sums").iterdir()}
+    database = open_database(trace_v2)
     assert not database.sums.covers(PAIR)
     assert database.sources[0].damaged == []
     assert database.connection.execute("SELECT count(*) FROM sequence_sums").fetchall() == [(0,)]
-    found = stats(trace_v1, by="step").rows
-    made = {path.name for path in (trace_v1 / "sums").iterdir()} - before
+    found = stats(trace_v2, by="step").rows
+    made = {path.name for path in (trace_v2 / "sums").iterdir()} - before
     assert "sequence_sums" in {name.split("-")[0] for name in made}
-    again = open_database(trace_v1)
+    again = open_database(trace_v2)
     assert again.sums.covers(PAIR)
     assert stats(again, by="step").rows == found
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from builders import as_first_format, make_trace
+from builders import add_step, make_batch, make_trace
+from forged import reseal, rewrite_table
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.query import sql
@@ -150,17 +151,16 @@ def test_a_pass_has_one_form_of_routing(tmp_path):
 
 def test_files_of_before_routing_are_read_beside_new_ones(tmp_path):
     make_trace(tmp_path / "run")
-    as_first_format(tmp_path / "run")
     (path,) = (tmp_path / "run" / "scores").iterdir()
-    old = path.with_name("old-000000.parquet")
-    table = pq.read_table(path)
-    pq.write_table(table.drop_columns(["routing", "routing_start"]), old)
-    count = table.num_rows
-    assert rows(tmp_path / "run", "SELECT count(*), count(routing), count(logprobs) FROM scores") == [
-        (2 * count, 0, 2 * count)
-    ]
-    path.unlink()
+    count = pq.read_table(path).num_rows
+    rewrite_table(path, lambda table: table.drop_columns(["routing", "routing_start"]))
+    reseal(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT count(*), count(routing_start) FROM scores") == [(count, 0)]
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        add_step(recorder, 9, make_batch(2))
+    assert rows(tmp_path / "run", "SELECT count(*), count(routing), count(logprobs) FROM scores") == [
+        (count + 4, 0, count + 4)
+    ]
 
 
 def test_info_counts_the_scores_that_have_router_choices(tmp_path):

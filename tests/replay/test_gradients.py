@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import as_first_format, make_trace
+from builders import make_trace
 from click.testing import CliRunner
+from forged import reseal, rewrite_table
 from runs import train
 from tim_trace import cli
 from tim_trace.analysis.replay_text import gradient_sentence, gradient_text
@@ -341,9 +341,9 @@ def test_what_was_not_reproduced_is_said_with_both_numbers(loop):
 def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
-    as_first_format(trace)
     for path in trace.glob("writers/*"):
         path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
+    reseal(trace)
     (step,) = gradient(trace, steps="3").steps
     assert step.reproduced is False
     assert any("uses dropout" in note for note in step.notes)
@@ -352,10 +352,9 @@ def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
 def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, tmp_path):
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
-    as_first_format(trace)
     for path in trace.glob("metrics/*.parquet"):
-        table = pq.read_table(path)
-        pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
+        rewrite_table(path, lambda table: table.filter([step != 2 for step in table["step"].to_pylist()]))
+    reseal(trace)
     first, second, third = gradient(trace).steps
     assert first.logged_norm is second.logged_norm is None
     assert any("cannot be told apart from those" in note for note in first.notes)
@@ -392,17 +391,20 @@ def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
 
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
-    as_first_format(trace)
     for path in trace.glob("metrics/*.parquet"):
-        table = pq.read_table(path)
-        pq.write_table(table.filter([not name.startswith("hyper") for name in table["name"].to_pylist()]), path)
+        rewrite_table(path, lambda t: t.filter([not name.startswith("hyper") for name in t["name"].to_pylist()]))
+    reseal(trace)
     with pytest.raises(CannotReplay, match="loss='kind="):
         gradient(trace)
-    for path in trace.glob("sequences/*.parquet"):
-        table = pq.read_table(path)
+
+    def without_advantages(table):
         place = table.column_names.index("advantage")
         field = table.schema.field(place)
-        pq.write_table(table.set_column(place, field, pa.nulls(len(table), field.type)), path)
+        return table.set_column(place, field, pa.nulls(len(table), field.type))
+
+    for path in trace.glob("sequences/*.parquet"):
+        rewrite_table(path, without_advantages)
+    reseal(trace)
     with pytest.raises(CannotReplay, match=r"no advantages.*add_sequences\(advantage"):
         gradient(trace, loss="kind=reinforce")
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders import PROGRAMS, TIM_TRACE, as_first_format, change_contract, make_trace, run, tim_trace
+from builders import PROGRAMS, TIM_TRACE, change_contract, make_trace, run, tim_trace
+from forged import change_document, reseal, rewrite_table
 from runs import train
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
@@ -516,24 +517,27 @@ def test_a_trace_without_a_model_or_weights_says_so(tmp_path, trace):
     make_trace(tmp_path / "bare")
     with pytest.raises(CannotReplay, match="the model was not recorded"):
         replay(tmp_path / "bare")
-    as_first_format(trace)
     shutil.rmtree(trace / "weights")
+    for state in (trace / "writers").iterdir():
+        change_document(state, lambda values: values | {"files": {
+            name: record for name, record in (values["files"] or {}).items() if not name.startswith("weights/")
+        }})  # fmt: skip
     with pytest.raises(WeightsMissing, match="record with --weights delta"):
         replay(trace)
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass LIKE 'replay/%'") == [(0,)]
 
 
 def test_tokens_outside_of_the_vocabulary_are_named(trace):
-    as_first_format(trace)
-    path = next((trace / "sequences").glob("*.parquet"))
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
-    ids = table["response_ids"].to_pylist()
-    ids[0][0] = 9_999
-    column = pa.array(ids, table.schema.field("response_ids").type)
-    pq.write_table(table.set_column(table.schema.get_field_index("response_ids"), "response_ids", column), path)
+    def with_large_id(table):
+        ids = table["response_ids"].to_pylist()
+        ids[0][0] = 9_999
+        column = pa.array(ids, table.schema.field("response_ids").type)
+        return table.set_column(table.schema.get_field_index("response_ids"), "response_ids", column)
+
+    rewrite_table(next((trace / "sequences").glob("*.parquet")), with_large_id)
+    reseal(trace)
     with pytest.raises(CannotReplay, match=r"token 9999 in its response is outside the model's vocabulary"):
         replay(trace, steps="1")
 

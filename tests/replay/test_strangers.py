@@ -63,7 +63,7 @@ def record(path, *, name=CLASS, config=None, contract=None, keeps_weights=True, 
 def forge_manifest(path, **changes):
     from tim_trace.schemas.documents import read_document, to_document
 
-    values = read_document((path / "trace.json").read_bytes(), "", "", needs_checksum=True)
+    values = read_document((path / "trace.json").read_bytes(), "", "")
     (path / "trace.json").write_text(to_document(values | changes))
 
 

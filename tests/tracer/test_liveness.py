@@ -141,9 +141,3 @@ def test_a_recording_is_live_before_anything_is_recorded_and_is_not_replaced(tmp
         process.communicate("\n")
     assert process.returncode == 0
     assert info(str(tmp_path / "run")).state == "finished"
-
-
-def test_a_trace_of_the_first_format_says_that_it_has_no_checksums(trace_v1):
-    text = info_text(info(str(trace_v1)))
-    (line,) = [line for line in text.splitlines() if "no checksums (format 1)" in line]
-    assert "damage inside a file that is still readable goes undetected" in line

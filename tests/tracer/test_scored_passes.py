@@ -53,8 +53,8 @@ def test_responses_without_tokens_have_logprobs_all_the_same(tmp_path):
     assert scored_passes(trace) == list(num_scored(open_database(trace))) == ["rollout", "train"]
 
 
-def test_traces_of_earlier_releases_tell_their_passes(trace_v1):
-    assert scored_passes(trace_v1) == list(num_scored(open_database(trace_v1)))
+def test_traces_of_earlier_releases_tell_their_passes(trace_v2):
+    assert scored_passes(trace_v2) == list(num_scored(open_database(trace_v2)))
 
 
 def test_damage_is_told(tmp_path):

@@ -1,4 +1,3 @@
-import json
 import shutil
 import sys
 
@@ -7,10 +6,11 @@ import pytest
 import torch
 import zarr
 from builders import PROGRAMS, ROOT, run
+from forged import change_document
 from peft import LoraConfig, get_peft_model
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
-from tim_trace.schemas.documents import Manifest
+from tim_trace.schemas.documents import Manifest, WriterState
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.models import dtypes
@@ -23,6 +23,12 @@ from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def reader_of(folder):
+    """A reader of the weights in a folder, whose writers kept no state."""
+    store = Store(folder)
+    return WeightReader(store, [WriterState(writer=name.rpartition("-")[0]) for name in store.folders("weights")])
 
 
 def make_model(seed=0):
@@ -89,16 +95,16 @@ def same(loaded, expected):
 
 def test_every_version_comes_back_bit_for_bit_in_any_order(tmp_path):
     expected = record(tmp_path)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert reader.versions == list(range(12))
     for version in [*range(12), 11, 0, 7, 3, 4, 2, 9, 8]:
         assert same(reader.load(version), expected[version]), version
-    assert same(WeightReader(Store(tmp_path)).load(8), expected[8])
+    assert same(reader_of(tmp_path).load(8), expected[8])
 
 
 def test_a_version_is_a_few_steps_away_from_its_keyframe(tmp_path):
     expected = record(tmp_path, 90, most=80, model=make_model() | {"frozen": torch.zeros(9000)})
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     for version, (part,) in reader.parts.items():
         row = version % 80
         assert part.row == row
@@ -118,7 +124,7 @@ def test_many_changes_on_the_way_begin_a_segment(tmp_path):
         writer.snapshot(version, tensors)
         expected[version] = {"a": bits(tensors["a"])}
     writer.close()
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert [version for version in range(12) if reader.parts[version][0].is_keyframe] == [0, 8]
     assert all(same(reader.load(version), expected[version]) for version in range(12))
 
@@ -133,19 +139,19 @@ def test_updates_of_few_and_of_many_elements_come_back(tmp_path):
         expected[version] = {"a": bits(tensors["a"])}
     writer.close()
     assert writer.error is None
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert [reader.parts[version][0].base_row for version in range(5)] == [None, 0, 1, None, 0]
     assert all(same(reader.load(version), expected[version]) for version in [*range(11), 3, 8, 2, 10])
 
 
 def test_traces_whose_rows_all_follow_each_other_are_read():
-    reader = WeightReader(Store(ROOT / "tests" / "data" / "weights-v1"))
+    reader = reader_of(ROOT / "tests" / "data" / "weights-v1")
     assert reader.versions == list(range(6))
     for version in (5, 0, 3, 2, 4, 1):
         loaded = reader.load(version)
         assert reader.parts[version][0].base_row is None
         assert (loaded["head.weight"].bits == loaded["embed.weight"].bits).all()
-    before, after = (WeightReader(Store(ROOT / "tests" / "data" / "weights-v1")).load(version) for version in (2, 3))
+    before, after = (reader_of(ROOT / "tests" / "data" / "weights-v1").load(version) for version in (2, 3))
     changed = {name: int((before[name].bits != after[name].bits).sum()) for name in before if name != "head.weight"}
     assert changed == reader.parts[3][0].num_changed
 
@@ -188,18 +194,14 @@ def test_changes_that_take_each_other_back_are_none():
 
 def test_a_row_that_is_said_to_change_a_later_one_is_refused(tmp_path):
     record(tmp_path, 3)
-    path = tmp_path / "weights" / "p1-abc-000000.1.json"
-    document = json.loads(path.read_bytes())
-    document["base_row"] = 2
-    del document["checksum"]
-    path.write_text(json.dumps(document))
+    change_document(tmp_path / "weights" / "p1-abc-000000.1.json", lambda values: values | {"base_row": 2})
     with pytest.raises(DamagedTrace, match="version 1 is recorded as a change to row 2, which does not come before it"):
-        WeightReader(Store(tmp_path)).load(1)
+        reader_of(tmp_path).load(1)
 
 
 def test_what_was_loaded_is_the_caller_s_to_change(tmp_path):
     expected = record(tmp_path, 2)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     reader.load(0)["embed.weight"].bits[:] = 0
     assert same(reader.load(1), expected[1])
 
@@ -210,12 +212,12 @@ def test_a_version_is_kept_once(tmp_path):
     writer.snapshot(3, tensors)
     writer.snapshot(3, tensors)
     writer.close()
-    assert WeightReader(Store(tmp_path)).versions == [3]
+    assert reader_of(tmp_path).versions == [3]
 
 
 def test_tied_tensors_are_stored_once(tmp_path):
     record(tmp_path, 1)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     layout = reader.layout(reader.parts[0][0])
     assert layout.tied == {"head.weight": "embed.weight"}
     assert layout.num_elements["float32"] == 40 * 8 + 24
@@ -223,7 +225,7 @@ def test_tied_tensors_are_stored_once(tmp_path):
 
 def test_changed_elements_are_counted(tmp_path):
     record(tmp_path, 7, rows=3)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     records = {version: parts[0] for version, parts in reader.parts.items()}
     assert records[0].num_changed is None
     for version in range(1, 7):
@@ -251,7 +253,7 @@ def test_a_keyframe_comes_again_once_the_deltas_outweigh_it_or_are_many(tmp_path
             writer.snapshot(version, tensors)
             expected[version] = {key: bits(tensor) for key, tensor in tensors.items()}
         writer.close()
-        reader = WeightReader(Store(tmp_path / name))
+        reader = reader_of(tmp_path / name)
         assert [reader.parts[version][0].is_keyframe for version in range(8)] == kinds, name
         assert all(same(reader.load(version), expected[version]) for version in (7, 0, 6, 3))
 
@@ -262,7 +264,7 @@ def test_unchanged_weights_cost_nothing(tmp_path):
     writer.snapshot(0, tensors)
     writer.snapshot(1, tensors)
     writer.close()
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert reader.parts[1][0].num_bytes == 0
     assert reader.parts[1][0].chain != reader.parts[0][0].chain
     assert same(reader.load(1), {name: bits(tensor) for name, tensor in tensors.items()})
@@ -289,7 +291,7 @@ def test_zarr_reads_the_rows_in_which_much_changed(tmp_path, monkeypatch):
 def test_weights_of_several_chunks_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     expected = record(tmp_path)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert len(reader.parts[0][0].chunks["float32"]) > 10
     assert all(same(reader.load(version), expected[version]) for version in range(12))
 
@@ -298,7 +300,7 @@ def test_weights_of_several_chunks_come_back(tmp_path, monkeypatch):
 def test_tensors_that_are_read_one_by_one_are_the_same_bits_in_any_order(tmp_path, monkeypatch, most_held):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
     expected = record(tmp_path)
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     reader.most_held = most_held
     for version in [11, 10, 0, 3, 4, 4, 9, 2]:
         assert same(reader.load(version, is_lazy=True), expected[version])
@@ -316,7 +318,7 @@ def test_a_damaged_chunk_is_named_when_its_tensor_is_read(tmp_path, monkeypatch)
     record(tmp_path, num_versions=1)
     (path,) = tmp_path.glob("weights/*/float32/c/0/0")
     path.unlink()
-    found = WeightReader(Store(tmp_path)).load(0, is_lazy=True)
+    found = reader_of(tmp_path).load(0, is_lazy=True)
     assert found["counter"].bits == 3
     with pytest.raises(DamagedTrace, match="the keyframe for version 0 is missing or damaged"):
         found["embed.weight"].bits  # noqa: B018
@@ -329,7 +331,7 @@ def test_a_new_layout_begins_with_a_keyframe(tmp_path):
     tensors["adapter"] = torch.ones(2)
     writer.snapshot(1, tensors)
     writer.close()
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert reader.parts[1][0].is_keyframe
     assert set(reader.load(1)) == set(tensors)
     assert "adapter" not in reader.load(0)
@@ -350,7 +352,7 @@ def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_
         folder = tmp_path / name
         shutil.copytree(tmp_path / "whole", folder)
         damage(changes(folder, "p1-abc-000001", "float32", 2))
-        reader = WeightReader(Store(folder))
+        reader = reader_of(folder)
         for version in (7, 8):
             with pytest.raises(DamagedTrace, match=r"p1-abc-000001.*version 7"):
                 reader.load(version)
@@ -361,9 +363,9 @@ def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_
 def test_a_version_that_is_missing_is_named_with_what_there_is(tmp_path):
     record(tmp_path, 4)
     with pytest.raises(WeightsMissing, match=r"no weights of version 9; it has 4 versions, 0 to 3"):
-        WeightReader(Store(tmp_path)).load(9)
+        reader_of(tmp_path).load(9)
     (tmp_path / "weights" / "p1-abc-000000.1.json").unlink()
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     with pytest.raises(WeightsMissing, match="row 1 of weights/p1-abc-000000 is missing"):
         reader.load(2)
     reader.load(0)
@@ -372,7 +374,7 @@ def test_a_version_that_is_missing_is_named_with_what_there_is(tmp_path):
 def test_a_version_file_that_cannot_be_read_is_named(tmp_path):
     record(tmp_path, 2)
     (tmp_path / "weights" / "p1-abc-000000.1.json").write_text("{")
-    reader = WeightReader(Store(tmp_path))
+    reader = reader_of(tmp_path)
     assert reader.versions == [0]
     assert "p1-abc-000000.1.json" in reader.damaged[0]
 
@@ -389,21 +391,21 @@ def test_each_process_keeps_its_shard_and_the_whole_comes_back(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS / "shards.py"]
     done = run(*command, tmp_path / "run", tmp_path)
     assert done.code == 0, done.stderr
-    reader = WeightReader(Store(tmp_path / "run"))
+    reader = reader_of(tmp_path / "run")
     assert reader.versions == [0, 1, 2]
     assert all(len(parts) == 2 for parts in reader.parts.values())
     for version in (2, 0, 1):
         whole = torch.load(tmp_path / f"{version}.pt")
         expected = {name: bits(tensor) for name, tensor in whole.items()}
-        assert same(WeightReader(Store(tmp_path / "run")).load(version, is_lazy=True), expected)
+        assert same(reader_of(tmp_path / "run").load(version, is_lazy=True), expected)
         assert same(reader.load(version), expected)
     next((tmp_path / "run" / "weights").glob("r1-*.1.json")).unlink()
     with pytest.raises(
         WeightsMissing, match=r"version 1: .* has only \d+ of \d+ elements, because some writers' files are missing"
     ):
-        WeightReader(Store(tmp_path / "run")).load(1)
+        reader_of(tmp_path / "run").load(1)
     with pytest.raises(WeightsMissing, match=r"because some writers' files are missing"):
-        WeightReader(Store(tmp_path / "run")).load(1, is_lazy=True)
+        reader_of(tmp_path / "run").load(1, is_lazy=True)
 
 
 KINDS = (

@@ -122,13 +122,9 @@ def sorted_groups(
 
 
 def _fill(
-    store: Store,
-    table: Table,
-    parts: Sequence[Part],
-    bounds: list[int],
-    names: list[Path],
+    store: Store, table: Table, parts: Sequence[Part], bounds: list[int], names: list[Path],
     advance: Callable[[int], None],
-) -> None:
+) -> None:  # fmt: skip
     schema, edges = table.schema, np.array(bounds)
     with ExitStack() as stack:
         buckets = [stack.enter_context(pa.ipc.new_stream(str(name), schema, options=_OPTIONS)) for name in names]

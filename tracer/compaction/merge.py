@@ -80,8 +80,6 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
 def whole_snapshot(store: Store) -> Snapshot:
     """Take a snapshot of a trace to be merged. Raises DamagedTrace if any part of it cannot be read."""
     snapshot = take_snapshot(store)
-    if not snapshot.manifest.is_checked:
-        raise DamagedTrace(f"{store.url}: was recorded by an earlier release without checksums, so it cannot be merged")
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
         raise DamagedTrace(
@@ -136,7 +134,7 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
     replays = {
         state.writer
         for state in snapshot.writers
-        if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files or ())
+        if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files)
     }
     found = []
     for entry in snapshot.files[table]:
@@ -166,8 +164,8 @@ def finish(folder: Path) -> None:
     for name in replaced:
         (folder / name).unlink(missing_ok=True)
     for state in states:
-        if not replaced.isdisjoint(state.files or ()):
-            state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
+        if not replaced.isdisjoint(state.files):
+            state.files = {name: record for name, record in state.files.items() if name not in replaced}
             write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
     for state in states:
         if state.replaced:
@@ -245,8 +243,8 @@ def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progr
         for state in snapshot.writers:
             if state.is_removed:
                 continue
-            kept = {name: record for name, record in (state.files or {}).items() if name not in replaced}
-            state.files = {name: record for name, record in kept.items() if name not in snapshot.replaced}
+            left_out = replaced | snapshot.replaced
+            state.files = {name: record for name, record in state.files.items() if name not in left_out}
             state.replaced = ()
             write_part(building, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
         if files:

@@ -204,19 +204,14 @@ class EngineCall:
             seq_ids=[f"{names[prompt]}-{done.index}" for prompt, done in zip(prompts, self.completions, strict=True)],
             group_ids=[names[prompt] for prompt in prompts],
             prompt_ids=[list(self.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
-            response_ids=[list(done.token_ids) for done in self.completions],
-            finish_reason=self.finish_reasons,
+            response_ids=[list(done.token_ids) for done in self.completions], finish_reason=self.finish_reasons,
             **{name: [getattr(one, name) for one in params] for name in SAMPLING},
-        )
+        )  # fmt: skip
         logprobs = self.logprobs()
         scored = [row for row, values in enumerate(logprobs) if values is not None]
         if scored:
             captured = self.captured()
             recorder.add_scores(
-                ROLLOUT,
-                batch,
-                rows=scored,
-                logprobs=[logprobs[row] for row in scored],
-                distribution=self.distribution(captured),
-                captured_rows=captured,
-            )
+                ROLLOUT, batch, rows=scored, logprobs=[logprobs[row] for row in scored],
+                distribution=self.distribution(captured), captured_rows=captured,
+            )  # fmt: skip

@@ -193,32 +193,23 @@ class AsyncTrainerHooks(TrainerHooks):
         names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
         rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
         batch: Batch = self.session.recorder.add_sequences(
-            step=int(trainer.state.global_step) + 1,
-            seq_ids=[sample.name for sample in samples],
+            step=int(trainer.state.global_step) + 1, seq_ids=[sample.name for sample in samples],
             group_ids=[sample.group for sample in samples],
             policy_version=[sample.policy_version for sample in samples],
             prompt_ids=[sample.ids[: sample.first] for sample in samples],
             response_ids=[sample.ids[sample.first :] for sample in samples],
             response_mask=[sample.mask[sample.first :] for sample in samples],
             advantage=[sample.advantage for sample in samples],
-            reward=[sample.rewards.get("reward") for sample in samples],
-            rewards=rewards or None,
+            reward=[sample.rewards.get("reward") for sample in samples], rewards=rewards or None,
             **sampling_columns(trainer),
             finish_reason=why_ended(end_tokens(trainer), [int(sample.ids[-1]) for sample in samples]),
-        )
+        )  # fmt: skip
         return batch
 
     def _add_terms(
-        self,
-        state: TrainerState,
-        pass_name: str,
-        batch: Batch,
-        row: PackedRow,
-        *,
-        logprobs: Any,
-        entropy: Any = None,
-        version: int | None = None,
-    ) -> None:
+        self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
+        entropy: Any = None, version: int | None = None,
+    ) -> None:  # fmt: skip
         """Record a pass's values for each loss term. `version` is the trainer's policy version; None for the engine."""
         count = len(row.samples)
         forward = None
@@ -228,15 +219,11 @@ class AsyncTrainerHooks(TrainerHooks):
                 ids=ids, places=np.arange(count), rows=np.full(count, count), pad_left=none, pad_right=none
             )
         self.session.recorder.add_scores(
-            pass_name,
-            batch,
-            logprobs=_spread(logprobs, row),
+            pass_name, batch, logprobs=_spread(logprobs, row),
             entropy=None if entropy is None else _spread(entropy, row),
-            attention_mask=right_padded(row.scored.shape[1], row.lengths),
-            scored_mask=row.scored,
-            policy_version=version,
-            forward=forward,
-        )
+            attention_mask=right_padded(row.scored.shape[1], row.lengths), scored_mask=row.scored,
+            policy_version=version, forward=forward,
+        )  # fmt: skip
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:

@@ -63,10 +63,7 @@ def reference_contract(trainer: Any) -> Contract:
     reference = getattr(trainer, "ref_model", None)
     if reference is None:
         return contract | {"weights": "the trained model with its adapter off"}
-    return contract | {
-        "weights": "the reference model",
-        "model": numerics(trainer.accelerator.unwrap_model(reference)),
-    }
+    return contract | {"weights": "the reference model", "model": numerics(trainer.accelerator.unwrap_model(reference))}
 
 
 def generation_contract(trainer: Any) -> Contract:

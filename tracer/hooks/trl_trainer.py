@@ -260,13 +260,9 @@ class TrainerHooks:
             num_generations = getattr(trainer, "num_generations_eval", num_generations)
         group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
         return Generation(
-            split=split,
-            step=step,
-            policy_version=version,
-            seq_ids=seq_ids,
-            group_ids=group_ids,
+            split=split, step=step, policy_version=version, seq_ids=seq_ids, group_ids=group_ids,
             captured=np.zeros(rows, bool) if split == EVAL_SPLIT else self.session.recorder.captures(step, seq_ids),
-        )
+        )  # fmt: skip
 
     def _describe(self, trainer: Any) -> None:
         self.session.record(Part.CONTRACTS, self._identify, trainer)
@@ -341,30 +337,18 @@ class TrainerHooks:
             response_mask = response_mask * output["tool_mask"]
         call = engine_call_of(generation)
         batch = recorder.add_sequences(
-            split=generation.split,
-            step=generation.step,
-            seq_ids=generation.seq_ids,
-            group_ids=generation.group_ids,
-            policy_version=generation.policy_version,
-            prompt_ids=output["prompt_ids"],
+            split=generation.split, step=generation.step, seq_ids=generation.seq_ids, group_ids=generation.group_ids,
+            policy_version=generation.policy_version, prompt_ids=output["prompt_ids"],
             prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generated.prompt_lengths),
-            response_ids=response_ids,
-            response_attention_mask=right_padded(width, generated.response_lengths),
-            response_mask=response_mask,
-            advantage=output["advantages"],
-            **local_rewards(trainer, generation, rows),
-            **sampling_columns(trainer),
-            finish_reason=finish_reasons(trainer, call, generation),
-        )
+            response_ids=response_ids, response_attention_mask=right_padded(width, generated.response_lengths),
+            response_mask=response_mask, advantage=output["advantages"], **local_rewards(trainer, generation, rows),
+            **sampling_columns(trainer), finish_reason=finish_reasons(trainer, call, generation),
+        )  # fmt: skip
         recorded = Recorded(
-            batch=batch,
-            policy_version=generation.policy_version,
-            generated=generated,
-            prompt_width=output["prompt_ids"].shape[1],
-            response_width=width,
-            train_scored=np.zeros(rows, bool),
+            batch=batch, policy_version=generation.policy_version, generated=generated,
+            prompt_width=output["prompt_ids"].shape[1], response_width=width, train_scored=np.zeros(rows, bool),
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
-        )
+        )  # fmt: skip
         self._record_rollout(trainer, generation, batch, call, output)
         self._record_passes(trainer, state, generation, recorded, output)
         output[ROW_KEY] = row_keys(state.keep(recorded), rows)
@@ -433,17 +417,9 @@ class TrainerHooks:
             loss.recorded.train_scored[loss.rows] = True
 
     def _add_scores(
-        self,
-        state: TrainerState,
-        recorded: Recorded,
-        pass_name: str,
-        contract: dict[str, Any] | None,
-        scoring: Scoring,
-        *,
-        rows: np.ndarray,
-        scored_mask: Any,
-        policy_version: int | None,
-    ) -> None:
+        self, state: TrainerState, recorded: Recorded, pass_name: str, contract: dict[str, Any] | None,
+        scoring: Scoring, *, rows: np.ndarray, scored_mask: Any, policy_version: int | None,
+    ) -> None:  # fmt: skip
         recorder = self.session.recorder
         split = recorded.batch.split
         if split == TRAIN_SPLIT and contract is not None:
@@ -451,15 +427,8 @@ class TrainerHooks:
         first = state.next_forwards(split, pass_name, -(-len(rows) // scoring.rows_a_forward))
         forward = recorded.forward(rows, scoring.rows_a_forward, first)
         recorder.add_scores(
-            pass_name,
-            recorded.batch,
-            rows=rows,
-            logprobs=scoring.logprobs,
-            entropy=scoring.entropy,
-            scored_mask=scored_mask,
-            policy_version=policy_version,
-            forward=forward,
+            pass_name, recorded.batch, rows=rows, logprobs=scoring.logprobs, entropy=scoring.entropy,
+            scored_mask=scored_mask, policy_version=policy_version, forward=forward,
             distribution=scoring.distribution if pass_name == TRAIN else None,
-            captured_rows=rows[scoring.captured_rows],
-            routing=scoring.routing if pass_name == TRAIN else None,
-        )
+            captured_rows=rows[scoring.captured_rows], routing=scoring.routing if pass_name == TRAIN else None,
+        )  # fmt: skip

@@ -54,14 +54,8 @@ _POINTS = {
 }
 _OLDER_POINTS = {
     "fit": _POINTS["fit"],
-    "_compute_old_log_prob": (
-        "compute_older_logprobs",
-        "which rows of the train pass shared a forward pass",
-    ),
-    "_compute_ref_log_prob": (
-        "compute_older_logprobs",
-        "which rows of the reference pass shared a forward pass",
-    ),
+    "_compute_old_log_prob": ("compute_older_logprobs", "which rows of the train pass shared a forward pass"),
+    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows of the reference pass shared a forward pass"),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }
 _LOGGED = {"log": ("log", "logged metrics")}
@@ -172,7 +166,7 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
             batch.extra_info[UPDATE_KEY] = _told(trainer) | {
-                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)}),
+                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)})
             }
         try:
             return original(trainer, batch, *args, **kwargs)
@@ -271,19 +265,14 @@ class TrainerHooks:
         advantages = values("advantages")
         shared = None if advantages is None else one_a_row(advantages, masks)
         recorded = recorder.add_sequences(
-            step=progress.step,
-            seq_ids=[row.key for row in rows],
-            group_ids=[row.group_id for row in rows],
-            policy_version=[progress.sampled_by(row.oldest_weights) for row in rows],
-            prompt_ids=values("prompts"),
-            response_ids=responses,
-            response_mask=[mask.astype(bool) for mask in masks],
-            reward=sums(values("rm_scores")),
-            advantage=advantages if shared is None else shared,
+            step=progress.step, seq_ids=[row.key for row in rows], group_ids=[row.group_id for row in rows],
+            policy_version=[progress.sampled_by(row.oldest_weights) for row in rows], prompt_ids=values("prompts"),
+            response_ids=responses, response_mask=[mask.astype(bool) for mask in masks],
+            reward=sums(values("rm_scores")), advantage=advantages if shared is None else shared,
             **(asked := sampling(config)) | {"top_k": max(asked["top_k"], 0)},
             max_tokens=config.data.max_response_length,
             finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
-        )
+        )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
             # Here, `old_log_probs` copies the rollout; the first logprobs computed in the loss are the trainer's own.

@@ -132,17 +132,15 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
         "bypass_loss_type": correction.get("loss_type") if correction.get("bypass_mode") else None,
     }
     loss = Loss(
-        kind=PPO,
-        level=SEQUENCE_MEAN if mode == "gspo" else TOKEN,
+        kind=PPO, level=SEQUENCE_MEAN if mode == "gspo" else TOKEN,
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
         clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
         clip_hard=actor.get("clip_ratio_c") if mode == "vanilla" else None,
-        denominator="rollout" if correction.get("bypass_mode") else "train",
-        aggregation=aggregation,
+        denominator="rollout" if correction.get("bypass_mode") else "train", aggregation=aggregation,
         kl_coefficient=actor.kl_loss_coef if with_kl else 0.0,
         correction="none" if weights is None else f"{weights}_truncate",
         correction_high=None if weights is None else float(str(correction.get("rollout_is_threshold")).split("_")[-1]),
-    )
+    )  # fmt: skip
     return loss, {f"loss/{name}": value for name, value in others.items() if value is not None}
 
 

@@ -234,13 +234,9 @@ class WorkerHooks:
         )
         batch.resolve(lengths[[index for index, _ in rows]], None)
         return Update(
-            batch=batch,
-            lengths=lengths,
-            places={index: place for place, (index, _) in enumerate(rows)},
-            policy_version=told["policy_version"],
-            is_train=told["is_train"],
-            is_last=told["is_last"],
-        )
+            batch=batch, lengths=lengths, places={index: place for place, (index, _) in enumerate(rows)},
+            policy_version=told["policy_version"], is_train=told["is_train"], is_last=told["is_last"],
+        )  # fmt: skip
 
     def _keep_weights(self, engine: Any, version: int) -> None:
         """Record the current weights before an actor update changes them."""

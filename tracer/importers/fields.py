@@ -38,21 +38,14 @@ class Fields:
     """A record's fields, by trace column name. Reading a missing field gives None."""
 
     def __init__(
-        self,
-        record: Mapping[Any, Any],
-        columns: Mapping[str, tuple[str, ...]],
-        where: str,
-        seen: set[str],
+        self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
         budget: Budget,
-    ):
+    ):  # fmt: skip
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
-        self._record, self._columns, self.where, self._seen, self._budget = record, columns, where, seen, budget
-
-    @property
-    def record(self) -> Mapping[Any, Any]:
+        self.record = record
         """The record, with the file's own field names."""
-        return self._record
+        self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
         """Return the fields of another record in the file, with additional columns (column=field)."""
@@ -66,11 +59,11 @@ class Fields:
     def _found(self, column: str) -> tuple[str, Any]:
         names = self._columns.get(column, ())
         for name in names:
-            value = self._record.get(name)
+            value = self.record.get(name)
             if value is not None:
                 self._seen.add(name)
                 return name, value
-            if name in self._record:
+            if name in self.record:
                 self._seen.add(name)
         return (names[0] if names else column), None
 
@@ -169,7 +162,7 @@ class Fields:
     def numbers(self, but: Collection[str]) -> dict[str, float]:
         """Return all scalar fields, as numbers by name, except those in `but` and those that supply a column."""
         known = {name for names in self._columns.values() for name in names}
-        found = {name: value for name, value in self._record.items() if name not in known and name not in but}
+        found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {
             str(name): float(value)
             for name, value in found.items()

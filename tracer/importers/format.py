@@ -224,20 +224,16 @@ def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
 
 
 def read_rows(
-    reading: Reading,
-    rows_of: RowsOf,
-    *,
-    files: Sequence[str] | None = None,
-    records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines,
-    unit: str = "line",
+    reading: Reading, rows_of: RowsOf, *,
+    records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines, unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
-) -> Iterator[RowBatch]:
+) -> Iterator[RowBatch]:  # fmt: skip
     """Yield the rows in a part's files; `rows_of` converts one record.
 
     A row without seq_id is named after its file and record number; a row without step gets the part's step.
     """
     budget = reading.budget()
-    for name in reading.part.files if files is None else files:
+    for name in reading.part.files:
         path = reading.folder.path(name)
         rows = DumpRows(str(path), unit)
         for number, record in records(path, reading.first_line.get(name, 1)):

@@ -50,11 +50,7 @@ AREAL = Format(
     name="areal",
     writes="the workflow's dump_dir",
     files="rollout/<version>/<task>.jsonl",
-    columns={
-        "group_id": ("task_id",),
-        "policy_version": ("tail_version", "head_version"),
-        "reward": ("reward",),
-    },
+    columns={"group_id": ("task_id",), "policy_version": ("tail_version", "head_version"), "reward": ("reward",)},
     alignment="text only, no token ids or logprobs; the version in the folder name is the step",
     pattern=r"(\d+)/[^/]+\.jsonl",
     keys=frozenset({"head_version", "tail_version"}),

@@ -110,12 +110,7 @@ def plain(array: pa.Array) -> pa.Array:
     return array
 
 
-_LISTS = (
-    pa.types.is_large_list,
-    pa.types.is_fixed_size_list,
-    pa.types.is_list_view,
-    pa.types.is_large_list_view,
-)
+_LISTS = (pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view, pa.types.is_large_list_view)
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
@@ -189,8 +184,7 @@ TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
 FLAGS = list_of(
-    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)),
-    "a list of 0 and 1, or of false and true",
+    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or of false and true"
 )
 TOKENS = list_of(
     required(integer("a token id", pa.int32(), 0, INT32_MAX)),

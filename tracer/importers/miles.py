@@ -9,7 +9,7 @@ Shapes: T response tokens, S tokens in prompt and response together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,14 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
 from .fields import Values
-from .format import Format, Reading
+from .format import Reading
 from .pickles import Budget
 from .slime import (
-    COLUMNS,
+    SLIME,
     StepSamples,
     add_rollout,
-    dump_parts,
     framework_of,
-    named,
+    named_fields,
     response_of,
     sample_cells,
     top_level,
@@ -135,12 +134,9 @@ def _add_rank(
     listed = {
         name: value for name, value in data.items() if isinstance(value, (list, tuple)) and len(value) == len(tokens)
     }
-    fields = [
-        reading.fields({name: value[place] for name, value in listed.items()}, f"{where}, sample {place}", budget)
-        for place in range(len(tokens))
-    ]
+    samples = ({name: value[place] for name, value in listed.items()} for place in range(len(tokens)))
     widths = listed.get("max_seq_lens") if record.get("qkv_format") == "bshd" else None
-    for place, (name, each) in enumerate(zip(named(each.text("seq_id") for each in fields), fields, strict=True)):
+    for place, (name, each) in enumerate(named_fields(reading, samples, where, budget)):
         prompt, response = response_of(each)
         chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
         cells = sample_cells(each, reading.part.step or 0)
@@ -161,18 +157,13 @@ def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> i
     return value
 
 
-MILES = Format(
+MILES = replace(
+    SLIME,
     name="miles",
-    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
-    columns=COLUMNS,
     alignment="same as slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel "
     "ranks have the same data",
     recognises=lambda folder: framework_of(folder) == "miles",
-    parts=dump_parts,
     read=_read,
-    lacks={
-        "rollout": "no rollout_log_probs; miles writes them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump; --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
-    },
+    lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},
 )

@@ -77,15 +77,7 @@ class Imported:
 class RowImport:
     """An import in progress: records rows as they are read; `result` is complete once the import is closed."""
 
-    def __init__(
-        self,
-        folder: Path,
-        source: str,
-        path: str,
-        selection: Selection,
-        *,
-        ordered: bool,
-    ):
+    def __init__(self, folder: Path, source: str, path: str, selection: Selection, *, ordered: bool):
         """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
@@ -258,15 +250,9 @@ class RowImport:
 
 @contextmanager
 def open_import(
-    output: str | os.PathLike[str],
-    format: str,
-    url: str,
-    selection: Selection,
-    *,
-    ordered: bool,
-    grows: bool,
+    output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
-) -> Iterator[RowImport]:
+) -> Iterator[RowImport]:  # fmt: skip
     """Open a RowImport for a new or a growing trace; a failed import leaves no files behind. Raises ImportFailed."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)

@@ -171,13 +171,18 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
     return list(found)
 
 
-def named(indices: Iterable[str | None]) -> Iterator[str]:
-    """Yield a unique name per sample: its index, with a suffix if the index occurs again."""
+def named_fields(
+    reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
+) -> list[tuple[str, Fields]]:
+    """Return the name and the fields of each sample. The name is its index, with a suffix if the index occurs again."""
+    found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
-    for place, index in enumerate(indices):
-        base = f"row-{place}" if index is None else index
+    for place, sample in enumerate(samples):
+        fields = reading.fields(sample, f"{where}, sample {place}", budget)
+        base = f"row-{place}" if (index := fields.text("seq_id")) is None else index
         again = seen[base] = seen.get(base, -1) + 1
-        yield base if not again else f"{base}.{again}"
+        found.append((base if not again else f"{base}.{again}", fields))
+    return found
 
 
 class StepSamples:
@@ -211,14 +216,12 @@ def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
     """Add the samples in a rollout dump, and return their names in file order."""
-    found = samples_of(record, where)
-    fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
-    names = list(named(each.text("seq_id") for each in fields))
-    for name, each in zip(names, fields, strict=True):
+    fields = named_fields(reading, samples_of(record, where), where, budget)
+    for name, each in fields:
         cells = sample_cells(each, samples.step) | values_of(each)
         cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
         samples.add(name, cells)
-    return names
+    return [name for name, _ in fields]
 
 
 _VERSION = 2
@@ -249,10 +252,8 @@ def _add_trained(
         )
     found = samples_of(record, where)
     _check_shards(record, where, len(found))
-    fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
-    own = list(named(each.text("seq_id") for each in fields))
     rewards = record.get("raw_reward")
-    for name, each in zip(own, fields, strict=True):
+    for name, each in named_fields(reading, found, where, budget):
         position = each.integer("position")
         if position is not None and 0 <= position < len(names):
             name = names[position]

@@ -88,13 +88,9 @@ def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    tokenizer: Mapping[str, bytes],
-    *,
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes], *,
     prefix: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """Write weights, a model's config and tokenizer files to a folder that `from_pretrained` can load.
 
     With `prefix` `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
@@ -140,7 +136,7 @@ def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = Non
     """
     manifest = store.manifest()
     writers, damaged = store.writers()
-    reader = WeightReader(store, writers, needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from)
+    reader = WeightReader(store, writers, checkpoints=manifest.weights_from)
     reader.damaged[:0] = damaged
     if weights_from is not None:
         return CheckpointReader(Path(weights_from))

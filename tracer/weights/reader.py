@@ -73,14 +73,7 @@ class WeightReader:
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     """Maximum size of a version kept in memory, in bytes."""
 
-    def __init__(
-        self,
-        store: Store,
-        writers: Sequence[WriterState] = (),
-        *,
-        needs_checksums: bool = False,
-        checkpoints: str | None = None,
-    ):
+    def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, checkpoints: str | None = None):
         """`writers` are the writers' states; `checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
@@ -103,18 +96,17 @@ class WeightReader:
         names = store.files(WEIGHTS)
         for name in sorted(names):
             if (segment := _segment_of(name)) is not None and segment.writer not in passed_over:
-                self._note(name, segment, known, needs_checksums=needs_checksums)
+                self._note(name, segment, known)
         for state in known.values():
-            for path in state.files or ():
+            for path in state.files:
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
                     self._note_lost(name, f"{store.shown(path)}: is missing; restore the file from a copy", state)
 
-    def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState], *, needs_checksums: bool) -> None:
+    def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState]) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
         try:
-            content = self.store.read_json(f"{WEIGHTS}/{name}")
-            record = parse_weight_version(content, where, needs_checksum=needs_checksums)
+            record = parse_weight_version(self.store.read_json(f"{WEIGHTS}/{name}"), where)
         except (DamagedTrace, OSError) as error:
             told = str(unreadable(where, error) if isinstance(error, OSError) else error)
             self._note_lost(name, told, known.get(segment.writer))
@@ -123,7 +115,7 @@ class WeightReader:
             self.damaged.append(f"{where}: contains the record for {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
-        if needs_checksums and writer is None:
+        if writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
             told = f"{state}: is missing or damaged, so {where} is ignored; restore it from a copy"
             self._note_lost(name, told, None)
@@ -424,9 +416,9 @@ def _segment_of(name: str) -> Segment | None:
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 
 
-def _layout(content: bytes, expected: str | None) -> WeightLayout:
+def _layout(content: bytes, expected: str) -> WeightLayout:
     """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError."""
-    if expected not in (None, whole_hash(content)):
+    if expected != whole_hash(content):
         raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):

@@ -70,15 +70,10 @@ class WeightWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        writer: str,
-        account: Callable[[dict[str, SealedFile]], None],
-        *,
-        versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
-        most_a_keyframe: int = MOST_A_KEYFRAME,
+        self, folder: Path, writer: str, account: Callable[[dict[str, SealedFile]], None], *,
+        versions_a_keyframe: int = VERSIONS_A_KEYFRAME, most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
-    ):
+    ):  # fmt: skip
         """`account` is called with the SealedFile of each metadata file written, by path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
@@ -100,7 +95,7 @@ class WeightWriter:
         self._last: Bits = {}
         self._written: WeightVersion | None = None
         self._version: int | None = None
-        self._layout_hash: str | None = None
+        self._layout_hash = ""
 
     @property
     def error(self) -> BaseException | None:
@@ -182,19 +177,11 @@ class WeightWriter:
                 chunks[dtype], size = write_row(folder, dtype, row, row_E, self._encoders)
             num_bytes += size
         record = WeightVersion(
-            version=version,
-            segment=self._segment.name,
-            row=row,
-            previous=known.version if known is not None and follows else None,
-            hashes=hashes,
-            num_changed=num_changed,
-            chunks=chunks,
-            chain=chain_hash(known.chain if known is not None else None, hashes),
-            num_bytes=num_bytes,
-            stored_at=now(),
-            base_row=base_row,
-            layout_hash=self._layout_hash,
-        )
+            version=version, segment=self._segment.name, row=row,
+            previous=known.version if known is not None and follows else None, hashes=hashes, num_changed=num_changed,
+            chunks=chunks, chain=chain_hash(known.chain if known is not None else None, hashes), num_bytes=num_bytes,
+            stored_at=now(), base_row=base_row, layout_hash=self._layout_hash,
+        )  # fmt: skip
         self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
         self._written, self._last, self._spare = record, bits, delta
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)

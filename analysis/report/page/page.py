@@ -190,7 +190,7 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
         "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
         "prompt": [[token, text] for token, text in one.prompt], "ids": one.ids.tolist(), "texts": list(one.texts),
-        "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None else _finite(one.advantage),
+        "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None or not math.isfinite(one.advantage) else one.advantage,
         "logprobs": {name: floats(values) for name, values in one.logprobs.items()}, "states": states,
         "holes": [int(hole) for hole in holes],
     } | {
@@ -213,7 +213,3 @@ def facts_of(one: TokenSample) -> str:
         if value is not None
     ]
     return ", ".join([f"{one.num_tokens:,} tokens", *told])
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None

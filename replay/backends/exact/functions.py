@@ -17,11 +17,7 @@ _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 # ln 2 and pi / 2 as sums. The first parts have 33 bits, so that their product with an integer below 2**20 is exact
 # (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
-_HALF_PI = (
-    float.fromhex("0x1.921fb544p+0"),
-    float.fromhex("0x1.0b4611a6p-34"),
-    float.fromhex("0x1.3198a2e037073p-69"),
-)
+_HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 _LEAST, _MOST = -708.0, 709.0
 """Range in which exp is a normal float64."""
 _EXP = tuple(1 / math.factorial(order) for order in range(14))
