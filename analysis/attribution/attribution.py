@@ -110,17 +110,13 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SilentChange:
-    """A change after which the recorded reward no longer measures the trained policy, so a drop would go unnoticed."""
+class SupposedCause:
+    """The cause of a drop that only an evaluation would show."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first. If the change is certain by itself, `unknown` is left out."""
+    """All suspects, most probable first."""
     step: int
-    """First step after the change."""
-    low: int
-    """First step of the 95% confidence interval of the change; for a mismatch, the first step at which it is large."""
-    high: int
-    """Last step of the 95% confidence interval of the change."""
+    """Step at which the run's records change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
@@ -174,11 +170,8 @@ class Attribution(Result):
     """All suspects, most probable first; empty if the run has no drop."""
     facts: tuple[Fact, ...] = ()
     """Facts about the run and its differences from the baseline run, strongest first; empty without a drop."""
-    silent: SilentChange | None = None
-    """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
-    supposed: SilentChange | None = None
-    """The most probable cause in case the run got worse without a visible drop; None with a drop, a `silent` change, or
-    no change."""
+    supposed: SupposedCause | None = None
+    """The most probable cause in case the run got worse without a visible drop; None with a drop, or without a change."""
     later: Fall | None = None
     """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()
@@ -189,7 +182,7 @@ class Attribution(Result):
     """Analyses that this trace does not support, with the reasons; their codes are keys in text.NOTES."""
 
     @property
-    def supposed_cause(self) -> SilentChange | None:
+    def supposed_cause(self) -> SupposedCause | None:
         """`supposed` if one suspect is more probable than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE

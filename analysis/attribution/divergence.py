@@ -15,7 +15,6 @@ import numpy as np
 
 from ...schemas.passes import REFERENCE
 from ..facts import thresholds as ft
-from ..facts.other_rows import is_near
 from ..facts.relations import correlation, explained_by_length, pays_length_otherwise
 from ..facts.rollouts import Rollouts, centred, reward_differences
 from ..facts.two_runs import paired, shared_tokens
@@ -23,8 +22,8 @@ from ..statement import Measured
 from . import thresholds as t
 from .run_facts import Facts
 
-PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, SCORED_ROWS, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
-    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "scored_rows_part",
+PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
+    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts",
     "rewards_part", "rewards_permuted_part", "rewards_by_length_part", "rewards_of_last_step_part", "reference_parts",
 )  # fmt: skip
 ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE = (
@@ -40,8 +39,6 @@ _FEWEST = 8
 """Minimum number of sequences needed to correlate advantages with another quantity."""
 _FLOAT32 = 1e-10
 """Share of the squared advantages that float32 rounding may leave unexplained."""
-_ASIDE = 5.0
-"""Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _EXACT = 5
 """Number of bitwise identical steps after which any difference counts, however small."""
 
@@ -140,8 +137,6 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         trainer_parts = False  # different responses change the batch's shape, and so the trainer's rounding
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
-    if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
-        return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
         # A low-precision engine may not yet show the change of one update.
@@ -156,18 +151,6 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
             return CUT, values
         return (TOOL if tokens.num_in_tool * 2 > num_other else SAMPLING), values
     return _of_rewards(facts, control, beside, step, values) or _of_the_rest(beside, referred, values)
-
-
-def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences whose logprob equals the baseline's logprob for another row."""
-    own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
-    other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
-    if other.sum() < t.FEWEST_SHARED:
-        return 0.0
-    near, by_chance = (
-        float(is_near(own[other] + apart, beside.b.likelihood, least).mean()) for apart in (0.0, _ASIDE * least)
-    )
-    return near if by_chance <= ft.OTHER_ROWS * near else 0.0  # if the policy has little entropy, all rows are similar
 
 
 def _apart_at(facts: Facts, step: int) -> float:

@@ -172,14 +172,6 @@ def trainer_is_hardly_another(columns):
     columns.train = [one - 0.005 for one in columns.train]
 
 
-def scores_other_rows(columns):
-    for num in range(3, 9):
-        alike = [row for row, ids in enumerate(columns.ids) if len(ids) == num]
-        scored = [columns.train[row] for row in alike]
-        for place, row in enumerate(alike):
-            columns.train[row] = scored[place - 1]
-
-
 def flips_rewards(columns):
     columns.rewards = np.where(np.arange(ROWS) % 3 == 0, 1 - columns.rewards, columns.rewards)
 
@@ -245,7 +237,6 @@ CHANGES = {
     engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
     engine_says_that_it_is_behind: ("engine_parts", {"staleness"}),
     trainer_is_another: ("scoring_parts", {"mismatch"}),
-    scores_other_rows: ("scored_rows_part", {"pairing"}),
     flips_rewards: ("rewards_part", {"reward"}),
     loses_rewards: ("rewards_part", {"reward"}),
     permutes_rewards: ("rewards_permuted_part", {"pairing"}),
@@ -531,21 +522,7 @@ def test_a_trainer_that_scores_otherwise_by_little_or_behind_its_engine_was_upda
     assert first_code(run, run_of(rows())) == code
 
 
-@pytest.mark.parametrize(("num_of_other_rows", "code"), [(39, "scoring_parts"), (40, "scored_rows_part")])
-def test_logprobs_are_of_other_rows_where_four_of_ten_are(num_of_other_rows, code):
-    place = np.arange(100)
-    scored = np.where(place < num_of_other_rows, -1 - (place + 1) / 100, -5 - place / 100)
-    assert first_code(run_of(rows(n=100, likelihood=scored)), run_of(rows(n=100))) == code
-
-
-@pytest.mark.parametrize(("apart", "code"), [(1e-5, "update_parts"), (0.01, "scored_rows_part")])
-def test_of_a_policy_that_is_certain_all_logprobs_lie_near_other_rows(apart, code):
-    certain = -1e-4 - apart * np.arange(100)
-    run = run_of(rows(n=100, likelihood=certain - 3 * apart))
-    assert first_code(run, run_of(rows(n=100, likelihood=certain))) == code
-
-
-@pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scored_rows_part")])
+@pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scoring_parts")])
 def test_fewer_than_four_logprobs_tell_nothing_of_rows(num, code):
     place = np.arange(10)
     scored = np.where(place < num, -1 - (place + 5) / 100, -1 - place / 100)

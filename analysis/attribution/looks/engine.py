@@ -10,7 +10,7 @@ from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_UPDATES
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, is_grown_beside_lag, largest_rise, order
+from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, largest_rise, order
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -32,11 +32,8 @@ def size(facts: Facts) -> Iterator[Fact]:
         yield fact("no_passes", 1.0)
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
-    lag = declared_lag(facts).at_fall
-    if run.begins == FROM_UPDATES and not run.grows and lag < 1:
+    if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts).at_fall < 1:
         yield fact("mismatch_steady", weighs(facts))
-    if facts.grows_from_nothing and lag < 1:
-        yield fact("mismatch_grows_by_updates", weighs(facts), step=facts.moves.step("mean_abs_d") or 0)
 
 
 def rise(facts: Facts) -> Iterator[Fact]:
@@ -84,21 +81,6 @@ def check(facts: Facts) -> Iterator[Fact]:
         yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 
-def rows(facts: Facts) -> Iterator[Fact]:
-    """Yield the share of logprobs that belong to other rows."""
-    if (found := facts.scored_rows) is not None:
-        yield fact("logprobs_of_other_rows", found.share - found.by_chance, **found.values)
-
-
-def noise(facts: Facts) -> Iterator[Fact]:
-    """Yield how often equal prefixes of one step get different logprobs, from the engine and from the trainer."""
-    engine, trainer = facts.disagreeing
-    if engine > trainer:
-        yield fact("engine_disagrees", engine, share=engine)
-    elif trainer > 0:
-        yield fact("trainer_disagrees", trainer, share=trainer)
-
-
 def age(facts: Facts) -> Iterator[Fact]:
     """Yield what repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
@@ -125,8 +107,6 @@ def lag(facts: Facts) -> Iterator[Fact]:
     found, size = declared_lag(facts), facts.mismatch.size if facts.mismatch else 0.0
     if is_declared_fresh(facts):
         yield fact("declared_fresh", 1.0)
-    elif found.at_fall >= 1 and is_grown_beside_lag(facts, found):
-        yield fact("mismatch_grows_beside_lag", weighs(facts), lag=found.at_fall, mean_abs_d=size)
     elif found.at_fall >= 1 and found.grew:
         level = of_ratio(found.at_fall, max(found.usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
         yield fact("declared_lag_grows", level, lag=found.at_fall, lag_before=found.usual, mean_abs_d=size)
@@ -161,4 +141,4 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
     yield fact("not_sampled_so", level, ratio_before=usual, ratio_since=ratio, **values)
 
 
-ALL = (size, rise, check, rows, noise, age, lag, unsampled)
+ALL = (size, rise, check, age, lag, unsampled)

@@ -8,22 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.relations import relation
-from ...facts.rollouts import Rollouts, other_endings
+from ...facts.rollouts import other_endings
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .timing import AFTER, order
 from .training import nearness, values_of
 
-_ORDERS = {
-    "members_first": "rewards_members_first", "groups_first": "rewards_groups_first", "halves": "rewards_halves",
-    "next_in_groups": "rewards_next_in_groups", "previous_in_groups": "rewards_next_in_groups",
-    "shortest_first": "rewards_by_finish", "longest_first": "rewards_by_finish", "shortest_first_in_groups": "rewards_by_finish",
-    "last_step": "rewards_of_last_step", "reversed": "rewards_reversed", "reversed_in_groups": "rewards_reversed_in_groups",
-}  # fmt: skip
-"""Row order, one of rollouts.ORDERS -> code of the fact."""
 _FEWEST_STEPS = 5
 """Minimum number of steps before a drop for the usual size of advantages to be known."""
 
@@ -33,7 +25,7 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
-    """Yield how often identical responses get different rewards, since the drop and before it."""
+    """Yield how often identical responses get different rewards since the drop, relative to before it."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
         return
@@ -41,34 +33,18 @@ def repeats(facts: Facts) -> Iterator[Fact]:
     if found.unequal > 0.01 and not facts.rewards_lie_off:
         grown = max(found.unequal - before, 0.0) / max(found.unequal, 1e-12)
         yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
-    since, usual = (_known(value) for value in facts.unequal_in_step)
-    if since > usual and not facts.rewards_lie_off:
-        yield fact(
-            "rewards_disagree_in_step", math.sqrt(since) * (since - usual) / since, share=since, before_share=usual
-        )
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that belong to other rows or other prompts."""
-    found, graded = facts.repeated, facts.graded_elsewhere
-    if graded is not None:
-        values = {"shift": graded.shift, "num_responses": graded.num_responses, "share": graded.equal}
-        yield fact("rewards_of_other_prompts", 1.0, "", "in_other_rows", chance_share=graded.by_chance, **values)
-    elif facts.sorted_in_groups is not None:
-        share, before = facts.sorted_in_groups
-        yield fact("rewards_sorted", 1.0, "", "in_other_rows", share=share, before_share=before)
-    elif found.num_pairs and found.lies_off:
-        code = _ORDERS[found.order] if found.order else "rewards_in_other_rows"
-        values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "shift": found.shift}
-        yield fact(code, 1.0, "", "in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
-    elif facts.moved_rewards is not None and not facts.reordered.is_permuted:
-        kept = facts.moved_rewards
+    """Yield rewards that belong to other rows."""
+    found = facts.repeated
+    if found.num_pairs and found.lies_off:
+        values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order}
         yield fact(
-            "rewards_move_rows", 1.0, "", "in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean
+            "rewards_in_other_rows", 1.0, "", "in_other_rows", unequal_ordered_share=found.unequal_ordered, **values
         )
-    elif facts.rewards_lie_off:
-        other = facts.reordered
-        yield fact("rewards_reordered", 1.0, "", "in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
+    elif facts.moved_rewards is not None:
+        yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
@@ -78,77 +54,33 @@ def changed(facts: Facts) -> Iterator[Fact]:
         return
     if by_length := facts.pays_length_since:
         yield fact("length_pays_since", abs(by_length), correlation=by_length, **{name: found.values[name] for name in ("step", "num_responses")})  # fmt: skip
-        return
-    within, before = (_known(value) for value in facts.unequal_in_step)
-    is_of_response = within <= 0.01 and before <= 0.01
-    yield fact("rewards_of_other_rule" if is_of_response else "rewards_changed", math.sqrt(found.share), **found.values)
-
-
-def likelihood(facts: Facts) -> Iterator[Fact]:
-    """Yield how reward relates to likelihood at the onset and before it. Training makes rewarded responses likelier."""
-    assert facts.fall is not None
-    now, usual = (
-        relation(part, "likelihood", "reward") for part in (facts.around_fall(), facts.rollouts.until(facts.breaks - 1))
-    )
-    if math.isnan(now.by_group):
-        return
-    values = {"correlation": now.by_group, "negative_share": now.negative}
-    if not math.isnan(usual.by_group):
-        yield fact("likelier_earned_more", usual.by_group - now.by_group, "lost", correlation=now.by_group, correlation_before=usual.by_group)  # fmt: skip
-        yield fact("likelier_earn_less", max(now.negative - usual.negative, 0.0), "share", **values)
-
-
-def alone(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that change at a step, or lose their relation to likelihood, without a change of policy or engine."""
-    moves = facts.moves
-    reward, broken = moves.step("reward"), moves.breaks("relation")
-    first = min((step for step in (reward, broken) if step is not None), default=None)
-    if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
-        group = "beside_input" if facts.is_given_otherwise else ""
-        if reward is None or reward > first + 1:
-            yield fact("relation_breaks_alone", 1.0, group, step=first)
-        elif broken is not None and broken <= reward + 1:
-            yield fact("reward_and_relation_move", 1.0, group, step=first)
-        else:
-            yield fact("reward_moves_alone", 1.0, group, step=first)
+    else:
+        yield fact("rewards_changed", math.sqrt(found.share), **found.values)
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the recorded reward drops with the evaluation, and rewards beyond their earlier range."""
-    assert facts.fall is not None
-    if facts.is_held_out:
-        yield fact("evaluation_holds", 1.0)
-    before, since = (part.reward[np.isfinite(part.reward)] for part in (facts.well_before, facts.since_fall))
-    if len(before) and len(since) and np.ptp(before) > 0:
-        share = float((since > before.max() + 0.2 * np.ptp(before)).mean())
-        values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
-        yield fact("rewards_beyond_range", math.sqrt(share), **values)
-    if facts.reward_beside is None or facts.outcome is None:
+    """Yield a recorded reward that stays up while the evaluation drops."""
+    fall, reward = facts.fall, facts.values("reward")
+    known = np.flatnonzero(np.isfinite(reward))
+    if fall is None or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
         return
-    of_reward, fall = facts.reward_beside, facts.fall
-    lost = (of_reward[0] - of_reward[1]) / max(abs(of_reward[0]), 1e-12) / max(fall.share, 1e-12)
-    values = {
-        "outcome_before": fall.before,
-        "outcome_after": fall.after,
-        "reward_before": of_reward[0],
-        "reward_after": of_reward[1],
-    }
+    width = max(len(known) // 10, 3)
+    until = known[facts.steps[known] <= max(fall.step, facts.steps[known[2]])]
+    before, after = float(reward[until][-width:].mean()), float(reward[known[-width:]].mean())
+    lost = (before - after) / max(abs(before), 1e-12) / max(fall.share, 1e-12)
     if lost < 0.3:
+        values = {
+            "outcome_before": fall.before,
+            "outcome_after": fall.after,
+            "reward_before": before,
+            "reward_after": after,
+        }
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
     """Yield how advantages follow rewards within groups, since the drop and before."""
-    since = facts.since_fall
-    if (broken := facts.advantages_break) is not None:
-        since = facts.rollouts.since(broken[0])
-        yield fact(
-            "advantages_turn",
-            broken[1] - broken[2],
-            step=broken[0],
-            correlation_before=broken[1],
-            correlation=broken[2],
-        )
+    since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
         return
@@ -169,20 +101,12 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that lose a sign, change their mean or scale, or burst."""
+    """Yield advantages that change their mean or scale, or burst."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
     if len(a) < 20 or len(b) < 20:
         return
-    negative, now, positive = float((a < 0).mean()), float((b < 0).mean()), float((b > 0).mean())
-    level = (
-        min(negative * 4, 1.0)
-        * max(1 - now / max(negative, 1e-12), 0.0) ** 2
-        * min(positive * 4, 1.0)
-        * min(_known(since.share_below_group) * 4, 1.0)
-    )
-    yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
     near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
@@ -253,59 +177,6 @@ def prompts(facts: Facts) -> Iterator[Fact]:
         yield best[1]
 
 
-def masks(facts: Facts) -> Iterator[Fact]:
-    """Yield identical responses whose loss mask changes."""
-    if (found := facts.changed_masks) is not None:
-        yield fact("masks_change", found.share, **found.values | {"series": "share_masked"})
-
-
-def cut(facts: Facts) -> Iterator[Fact]:
-    """Yield a length that responses no longer exceed and at which many end."""
-    assert facts.fall is not None
-    width = max(len(facts.steps) // 10, 5)
-    intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
-    found = [one for low, high in intervals for one in _cut_at(facts, low, high, high + 2 * width, width)]
-    if np.isfinite(facts.values("share_length_limited")).any():
-        found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
-    if found:
-        yield max(found, key=lambda one: one.level)
-
-
-def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iterator[Fact]:
-    before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
-    after = facts.rollouts.since(since + 1).until(last).num_tokens
-    if not len(before) or not len(after):
-        return
-    limit = float(after.max())
-    longer, at_it, usual = (
-        float((before > limit).mean()),
-        float((after == limit).mean()),
-        float((before == limit).mean()),
-    )
-    limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
-    limited = limited[np.isfinite(limited)]
-    group = "told" if len(limited) else "seen"
-    if len(limited):
-        share = min(longer, at_it, float(limited.mean()))
-    else:
-        share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
-    yield fact(
-        "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
-    )
-
-
-def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
-    """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
-
-    A limit does not change them; a policy that comes to prefer one length does."""
-    of_before, of_after = (
-        np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
-        for lengths in (before, after)
-    )
-    most = max(float(of_before.sum()), float(of_after.sum()))
-    return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
-
-
 def endings(facts: Facts) -> Iterator[Fact]:
     """Yield responses that start to end early, with tokens that rarely ended a response before."""
     assert facts.fall is not None
@@ -319,55 +190,12 @@ def endings(facts: Facts) -> Iterator[Fact]:
     if not len(near):
         return
     rests = np.array([share[at : at + 3].min() for at in near])
-    at = near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]
-    sudden = share[at] - share[at - 1] if at else 0.0
-    group = _group_of(facts, int(steps[at]))
-    numbers = {"step": int(steps[at]), "share": float(rests.max()), "before_share": usual}
-    code = "endings_change" if sudden > rests.max() / 2 else "endings_shift"
-    yield fact(code, math.sqrt(max(rests.max() - 4 * usual, 0.0)), group, **numbers)
-
-
-def one_ending(facts: Facts) -> Iterator[Fact]:
-    """Yield the step at which most responses start to end early, with one token that ended few before."""
-    assert facts.fall is not None
-    begins = facts.fall.interval[0] - int(ft.AHEAD)
-    last = facts.rollouts.until(begins - 1).since(begins - 10)
-    steps = np.unique(facts.rollouts.step)
-    near = steps[:-2][(steps[:-2] >= begins) & (steps[:-2] <= facts.fall.latest)]
-    found = [_one_ending_at(facts, int(step), last) for step in near if len(last.ending)]
-    most = max((one.level for one in found), default=0.0)
-    yield from [one for one in found if one.level > most / 2][:1]
-
-
-def _one_ending_at(facts: Facts, step: int, before: Rollouts) -> Fact:
-    now = facts.rollouts.since(step).until(step + 2)
-    tokens, counts = np.unique(now.ending, return_counts=True)
-    token, share = tokens[counts.argmax()], float(counts.max() / len(now.ending))
-    was = float((before.ending == token).mean())
-    sooner = max(of_ratio(float(before.length.mean()), float(now.length.mean()), 3.0), 0.0)
-    values = {"token": int(token), "step": step, "share": share, "before_share": was}
-    return fact("endings_become_one", max(share - was, 0.0) * sooner**0.5, _group_of(facts, step), **values)
-
-
-def _group_of(facts: Facts, step: int) -> str:
-    """Return `policy` if the gradient changed before a step, because the policy may then end its responses differently."""
+    step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
     gradient = facts.moves.step("grad_norm")
-    return "policy" if gradient is not None and gradient < step else ""
+    # A policy may end its responses differently after a change of the gradient.
+    group = "policy" if gradient is not None and gradient < step else ""
+    level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
+    yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (
-    repeats,
-    in_other_rows,
-    changed,
-    likelihood,
-    alone,
-    hidden,
-    advantages,
-    sizes,
-    length,
-    prompts,
-    masks,
-    cut,
-    endings,
-    one_ending,
-)
+ALL = (repeats, in_other_rows, changed, hidden, advantages, sizes, length, prompts, endings)

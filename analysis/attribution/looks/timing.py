@@ -73,18 +73,6 @@ def declared_lag(facts: Facts) -> DeclaredLag:
     return DeclaredLag(at_fall=float(medians.max()), usual=float(np.median(usual)))
 
 
-def is_grown_beside_lag(facts: Facts, lag: DeclaredLag) -> bool:
-    """Return True if the mismatch, but not the lag, grew several-fold by the drop: the lag is not the cause."""
-    largest = largest_rise(facts)
-    if largest is None or lag.grew or order(facts, largest) == AFTER:
-        return False
-    values, width = np.abs(facts.values("version_lag")), max(len(facts.steps) // 10, 3)
-    before = values[(facts.steps < largest.low) & (facts.steps >= largest.low - width)]
-    since = values[(facts.steps > largest.high) & (facts.steps <= largest.high + width)]
-    before, since = before[np.isfinite(before)], since[np.isfinite(since)]
-    return bool(len(before) and len(since)) and not _grew(float(np.median(before)), float(np.median(since)))
-
-
 def _grew(before: float, after: float) -> bool:
     return after >= max(1.0, t.LAG_GROWS * before)
 
