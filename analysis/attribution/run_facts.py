@@ -239,7 +239,7 @@ class Facts:
         found = self.changed_rewards
         if found is None:
             return 0.0
-        since, before = found.around(self.rollouts)
+        since, before = self.rollouts.since(found.step), self.rollouts.until(found.step - 1)
         explained, direction = explained_by_length(since, before)
         if explained >= ft.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)

@@ -5,7 +5,7 @@ change.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -111,9 +111,9 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
     """Return the share of the variance of reward differences between identical responses that length explains, and the
     sign of the relation.
 
-    The share is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length
-    among responses with equal rewards. The fitted function is monotone or has one turning point. The share is 0 if fewer than
-    two lengths have five responses, or if no reward differs.
+    The share is the largest of three: by length; by length minus its group mean (linearly); and, if they vary enough,
+    by length among responses with equal rewards. The share is 0 if fewer than two lengths have five responses, or if
+    no reward differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -125,41 +125,19 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
     num_other = int((np.abs(difference) > 1e-9).sum())
     if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or num_other < _FEWEST_OF_LENGTH or total <= 1e-12 * len(difference):
         return 0.0, 0.0
-    found = [_explained(difference, length), _explained(difference, centred(run.length, run.group)[at])]
-    alike = np.unique(np.round(base, 6), return_inverse=True)[1]
-    rest = centred(difference, alike)
-    if float((rest**2).sum()) >= t.MATERIAL_REST * total:
-        found.append(_explained(rest, length))
-    return max(found)
+    within_group = correlation(difference, centred(run.length, run.group)[at]) ** 2
+    rest = centred(difference, np.unique(np.round(base, 6), return_inverse=True)[1])
+    of_rest = _explained(rest, length) if float((rest**2).sum()) >= t.MATERIAL_REST * total else 0.0
+    share = max(_explained(difference, length), within_group, of_rest)
+    return share, float(np.sign(correlation(difference, length))) or 1.0
 
 
-def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
-    """Return the share of variance explained by the best monotone function of length, and its sign.
-
-    With at least five lengths, the function may have one turning point."""
-    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
-    total = float(((values - values.mean()) ** 2).sum())
-    means = np.bincount(place, values) / counts
-    within = float(((values - means[place]) ** 2).sum())
-    lefts = {1.0: _from_monotone(means, counts, increasing=True), -1.0: _from_monotone(means, counts, increasing=False)}
-    goes = min(lefts, key=lambda sign: lefts[sign])
-    left = lefts[goes]
-    if len(lengths) >= _FEWEST_OF_LENGTH:
-        for top in range(2, len(lengths) - 1):
-            for up in (True, False):
-                parts = ((slice(0, top), up), (slice(top, None), not up))
-                left = min(left, sum(_from_monotone(means[part], counts[part], increasing=way) for part, way in parts))
-    return 1 - (within + left) / total, goes
-
-
-def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
-    """Return the weighted sum of squared residuals of the best monotone fit to means."""
-    if len(means) < 2:
-        return 0.0
-    from scipy.optimize import isotonic_regression  # importing it takes half a second
-
-    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
-    return float(counts @ (means - fitted) ** 2)
+def _explained(values: np.ndarray, length: np.ndarray) -> float:
+    """Return the share of the variance of values that length explains, adjusted for the number of lengths."""
+    _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    n, left = len(values), values - (np.bincount(place, values) / counts)[place]
+    total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
+    return 1 - float((left**2).sum()) / max(n - len(counts), 1) / total
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
@@ -209,10 +187,6 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
     return steps[judged], share
 
 
-_INTERVAL = 1.92
-"""Decrease of the log-likelihood from its maximum to the ends of a 95% confidence interval."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
     """Responses sampled before and after a step at which their value changes: a reward, reference logprob or mask."""
@@ -228,10 +202,6 @@ class ChangedResponses:
     """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
     agreement: float = 0.0
     """Correlation of the values before the step with those after it; 0 if either is constant."""
-    low: int = 0
-    """First step of the 95% confidence interval of the change."""
-    high: int = 0
-    """Last step of the 95% confidence interval of the change."""
 
     @property
     def is_rescaled(self) -> bool:
@@ -242,10 +212,6 @@ class ChangedResponses:
     def values(self) -> dict[str, Measured]:
         """The numbers reported with the evidence, by name."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
-
-    def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """Return the sequences after the change and those before it, without the sequences in its confidence interval."""
-        return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
 def changed_responses(
@@ -283,39 +249,4 @@ def changed_responses(
                 length_correlation=by_length,
                 agreement=correlation(given[one][spans], given[two][spans]),
             )  # fmt: skip
-    if best is None:
-        return None
-    inside = (high >= first) & (low <= last)
-    _, earliest, latest = step_interval(differs[inside], low[inside], high[inside])
-    return replace(best, low=min(earliest, best.step), high=max(latest, best.step))
-
-
-def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
-    """Return the most likely step of a change, and its 95% confidence interval, from M pairs of values.
-
-    Pairs that span the change differ more often than other pairs. `differs`: [M] bool, True if the values of a pair
-    differ; `low` and `high`: [M] the earlier and the later step of each pair.
-    """
-    steps = np.unique(high)
-    first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
-    spanning = _spanning(first, last, np.ones(len(differs)), len(steps))
-    differing = _spanning(first, last, differs.astype(float), len(steps))
-    others, differing_others = len(differs) - spanning, int(differs.sum()) - differing
-    likelihood = _likelihood(differing, spanning) + _likelihood(differing_others, others)
-    is_higher = (differing + 0.5) * (others + 1) > (differing_others + 0.5) * (spanning + 1)
-    likelihood[~is_higher] = _likelihood(differs.sum(keepdims=True), np.array([len(differs)]))
-    kept = steps[likelihood >= likelihood.max() - _INTERVAL]
-    return int(steps[likelihood.argmax()]), int(kept[0]), int(kept[-1])
-
-
-def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """Return the total weight [num] of the intervals, from `first` to `last`, that contain each index."""
-    held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
-    return held
-
-
-def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
-    """Return the maximum log-likelihood of `num_differing` differing pairs out of `num`."""
-    rate = (num_differing + 0.5) / (num + 1)
-    likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
-    return likelihood
+    return best
