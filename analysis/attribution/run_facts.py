@@ -56,7 +56,7 @@ from ..facts.rollouts import (
     repeated_responses,
     unequal_share,
 )
-from ..facts.series import Fall, Outcome, Series, find_fall
+from ..facts.series import FLAT, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -372,37 +372,23 @@ class Facts:
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
-        """Return the facts with the drop located by comparison with a baseline run that has the same seeds."""
-        if self.fall is None:
-            pairs = [
-                (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
-                if of_run.name == of_control.name
-                and of_run.is_evaluation == (self.outcome is not None and self.outcome.is_evaluation)
-            ]  # fmt: skip
-            fall = next((fall for of_run, of_control in pairs if (fall := find_fall(of_run, of_control))), None)
-        else:
-            fall = self._parted(self.fall, control)
+        """Return the facts with the drop located on the difference from a baseline run that has the same seeds, where shared
+        noise cancels; without a drop, with the step from which the run does not follow the baseline's rise."""
+        of_control = {one.name: one for one in control.outcomes.all}
+        pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
+        fall = self.fall
+        if fall is None:
+            judged = [pair for pair in pairs.values() if pair[0].is_evaluation == self.outcomes.all[0].is_evaluation]
+            found = (find(*pair) for find in (find_flat, find_fall) for pair in judged)
+            fall = next((one for one in found if one is not None), None)
+            if fall is not None and fall.kind == FLAT and "reward" in pairs:
+                fall = refined(fall, find_flat(*pairs["reward"]))
+        elif fall.onset_of in pairs:
+            gap = find_gap(*pairs[fall.onset_of])
+            if gap is not None and np.ptp(gap.interval) < np.ptp(fall.interval):
+                where = {name: getattr(gap, name) for name in ("step", "low", "high", "interval", "fallen", "kind")}
+                fall = replace(fall, **where)
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
-
-    def _parted(self, fall: Fall, control: Facts) -> Fall:
-        """Return the drop with its onset located on the difference from the baseline, where shared noise cancels."""
-        found = [
-            next((one for one in outcomes.all if one.name == fall.onset_of), None)
-            for outcomes in (self.outcomes, control.outcomes)
-        ]
-        if found[0] is None or found[1] is None:
-            return fall
-        steps, of_run, of_control = np.intersect1d(found[0].steps, found[1].steps, return_indices=True)
-        if len(steps) < MIN_VALUES:
-            return fall
-        lacking = found[0].values[of_run] - found[1].values[of_control]
-        apart = find_fall(replace(found[0], steps=steps, values=lacking + found[1].values[of_control].mean()))
-        if apart is None or np.ptp(apart.interval) >= np.ptp(fall.interval):
-            return fall
-        return replace(
-            fall, step=apart.step, low=apart.low, high=apart.high, interval=apart.interval, fallen=apart.fallen,
-            kind=apart.kind,
-        )  # fmt: skip
 
     def around_fall(self) -> Rollouts:
         """Return the sequences from the onset to a tenth of the run later, while the policy has unlearned little."""

@@ -9,7 +9,7 @@ from typing import Any
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..facts.recorded import change_sentence, interval_text
-from ..facts.series import Fall
+from ..facts.series import FLAT, Fall
 from ..rows import of_steps, shown
 from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite, Suspect
@@ -197,11 +197,10 @@ def verdict_sentence(result: Attribution) -> str:
             return f"{calm}."
         cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
         return f"{calm}. If an evaluation does show a drop, {cause}."
-    fall = result.fall
-    where = (
-        f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval_text(*fall.interval)}, {fall.before:.3g} to "
-        f"{fall.after:.3g}"
-    )
+    fall, interval = result.fall, interval_text(*result.fall.interval)
+    where = f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval}, {fall.before:.3g} to {fall.after:.3g}"
+    if fall.kind == FLAT:
+        where = f"Learning stalled: {fall.course} step {fall.step}{interval}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
 
 

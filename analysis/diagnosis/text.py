@@ -63,13 +63,12 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
             valid += f", but {wrong[0]}"
         return f"{calm}{jump}; {valid}."
-    when = f"at step {fall.step}{interval_text(*fall.interval)}"
     lead = next(
         (change for change in attribution.changes if not change.follows and change.series != fall.onset_of), None
     )
     named = _named(attribution)
     lead = next((change for change in attribution.changes if change.series in named), lead)
-    down = f"{fall.outcome} drops from {fall.before:.3g} to {fall.after:.3g} {when}"
+    down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
     if lead is not None:
         apart = fall.step - lead.step

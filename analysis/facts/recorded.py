@@ -204,7 +204,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
         yield replace(change, order=order, follows=first.series if first else "")
 
 
-def order_beside(change: RecordedChange, fall: Fall) -> str:
+def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
     """Return whether a change came before a drop (disjoint intervals), with it, or after it."""
     if change.high < fall.low:
         return BEFORE

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,6 @@ from .rollouts import (
     successive,
 )
 
-_BY_CHANCE = 1.32
-"""Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
 """A length counts if at least this many responses have it. The same minimum applies to differing rewards, and to
 lengths for a fit with a turning point."""
@@ -31,18 +30,13 @@ _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
 """Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relation:
-    """Correlation of two per-sequence quantities within groups."""
+class Relation(NamedTuple):
+    """Correlation of two per-sequence quantities within groups; NaN if there is nothing to compare."""
 
     correlation: float
-    """Pooled correlation after subtracting group means; NaN if there is nothing to compare."""
+    """Pooled correlation after subtracting group means."""
     by_group: float
     """Mean over groups of each group's correlation."""
-    num_groups: int
-    """Number of groups in which both quantities vary."""
-    negative: float
-    """Share of groups with a correlation so negative that chance gives it in 10% of cases: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
@@ -52,20 +46,12 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
-    group = rollouts.group[known]
-    xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
+    xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
-    num = int(spread.sum())
-    if num < FEWEST_COMPARED:
-        return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
+    if spread.sum() < FEWEST_COMPARED:
+        return Relation(math.nan, math.nan)
     by_group = xy[spread] / np.sqrt(xx[spread] * yy[spread])
-    members = np.bincount(group)[spread]
-    return Relation(
-        correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
-        by_group=float(by_group.mean()),
-        num_groups=num,
-        negative=float((by_group < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
-    )
+    return Relation(float(xy.sum() / np.sqrt(xx.sum() * yy.sum())), float(by_group.mean()))
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ..statistics.intervals import f_quantile
 from ..statistics.location import break_between, break_interval
-from ..statistics.noise import ENOUGH, level_deviation
+from ..statistics.noise import ENOUGH, level_deviation, without_line
 from ..trace.database import Database
 
 Array = np.ndarray
@@ -161,12 +162,16 @@ FALL_SD = 3.0
 FALLEN = 0.35
 """A change comes too late to be the cause once this share of the whole drop has happened."""
 
-COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
+COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
+FLAT_SHARE = 0.5
+"""A run is flat if it ends below this share of its baseline's rise. No event in 392 pairs of healthy runs; from 0.6 on, one."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an
 autocorrelation of 0.6.
 """
+_LEVEL = 0.99
+"""Level at which the quantile of Student's t replaces the normal one if the scatter is estimated from few values."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -201,7 +206,8 @@ class Fall:
     onset_of: str
     """Name of the series that located the onset: `outcome`, or the reward if that is more precise."""
     kind: str
-    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`."""
+    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not drop,
+    but does not follow the rise of its baseline either."""
     step: int
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
@@ -213,7 +219,7 @@ class Fall:
     fallen: int
     """First step at which the share FALLEN of the drop has happened; later changes cannot be the cause."""
     before: float
-    """Level of the outcome before the drop."""
+    """Level of the outcome before the drop; for `flat`, the level that the baseline reaches."""
     after: float
     """Mean outcome over the last tenth of the run."""
     size_in_sd: float
@@ -225,6 +231,15 @@ class Fall:
     def verb(self) -> str:
         """Verb for sentences: `collapses` or `declines slowly`."""
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
+
+    @property
+    def course(self) -> str:
+        """What the outcome does; `step` and its number complete the sentence."""
+        if self.kind == FLAT:
+            return (
+                f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, apart since"
+            )
+        return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"
 
     @property
     def latest(self) -> int:
@@ -257,7 +272,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
-    if len(values) < 3 * width:
+    if len(values) < 2 * width:
         return None
     means = _means(values, width)
     best = int(np.argmax(means[: len(means) - width + 1]))
@@ -298,18 +313,65 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     )
 
 
+def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
+    """Return the drop of an outcome's difference from the same outcome of a baseline run, in which shared noise cancels.
+
+    The two cannot part before the last step of their equal beginning; if they differ from the start, they may have parted at
+    the first step.
+    """
+    steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
+    apart, usual = outcome.values[of_run] - baseline.values[of_baseline], float(baseline.values[of_baseline].mean())
+    found = find_fall(replace(baseline, steps=steps, values=usual + apart))
+    if found is None:
+        return None
+    begins = int(np.flatnonzero(apart)[0])
+    first = int(steps[begins - 1]) if begins else min(1, int(steps[0]))
+
+    def bound(step: int) -> int:
+        return first if step <= steps[0] else max(step, first)
+
+    since = {name: bound(getattr(found, name)) for name in ("step", "low", "high", "fallen")}
+    return replace(found, **since, interval=(bound(found.interval[0]), bound(found.interval[1])))
+
+
+def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
+    """Return where an outcome parts from the rise of the same outcome of a baseline run, or None if it follows or noise can
+    explain the rise or the gap.
+
+    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise.
+    """
+    found = find_gap(outcome, baseline)
+    if found is None:
+        return None
+    _, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
+    run, other = outcome.values[of_run], baseline.values[of_baseline]
+    first, last = max(3, len(run) // 10), max(3, len(run) // 5)
+    begins, ends, reached = min(run[:first].mean(), other[:first].mean()), run[-last:].mean(), other[-last:].mean()
+    sure = FALL_SD * math.sqrt(2.0) * level_deviation(other) / math.sqrt(first)
+    least = max(sure, FALL_SHARE * abs(reached - baseline.floor))
+    if reached - begins <= least or ends - begins >= FLAT_SHARE * (reached - begins):
+        return None
+    return replace(found, kind=FLAT, before=float(reached), after=float(ends))
+
+
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
     """Return True if the last fifth of the run stays below the best window by more than the earlier noise.
 
-    Only the noise before the drop counts, because swings and recoveries after it add autocorrelation.
+    Only the noise before the drop counts, because a run that drops may scatter more. Few values give it by Student's t.
     """
     values = outcome.values
     until = values[: best + width]
-    if len(until) < 2 * width:
+    recent = until[-3 * width :]
+    if len(recent) < 4:
         return False
     before, after = float(means[best]), max(float(means[-1]), float(values[-max(3, len(values) // 5) :].mean()))
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
-    scatter = level_deviation(until) * (1.0 if len(until) >= ENOUGH else _UNSEEN_CORRELATION)
+    scatter = level_deviation(until) if len(until) >= 2 * width else math.inf
+    if len(until) < ENOUGH:
+        freedom = len(recent) - 2
+        student = math.sqrt(f_quantile(_LEVEL, 1, freedom) / f_quantile(_LEVEL, 1, 10**6))
+        around_line = float(np.linalg.norm(without_line(recent))) / math.sqrt(freedom)
+        scatter = min(scatter * _UNSEEN_CORRELATION, around_line * student)
     if before - after < least or before - after <= (FALL_BEYOND + chosen) * scatter / np.sqrt(width):
         return False
     lost = before - means[best:]

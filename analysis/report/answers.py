@@ -11,6 +11,7 @@ from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
 from ..diagnosis.text import alerts_text, as_cause, effect_text, normal_text, numerics_text
 from ..facts.recorded import interval_text
+from ..facts.series import FLAT
 from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
 from .commands import command
 from .subject import Subject
@@ -239,8 +240,8 @@ def fall_answer(subject: Subject) -> Answer:
     return Answer(
         code=found.cause or "unknown_cause",
         severity=BAD,
-        short=f"collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
-        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step}{interval_text(*fall.interval)}",
+        short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
+        figure=f"{fall.course} step {fall.step}{interval_text(*fall.interval)}",
         basis=_probability(found, first),
         detail=detail,
     )

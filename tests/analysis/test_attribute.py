@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.brief import attribution_brief
 from tim_trace.analysis.attribution.text import (
     attribution_json,
     attribution_text,
@@ -20,6 +21,7 @@ from tim_trace.analysis.attribution.text import (
     note_sentences,
     verdict_sentence,
 )
+from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
 from tim_trace.analysis.facts.mismatch import read_earlier_weights
@@ -226,6 +228,31 @@ def test_a_control_that_fell_too_clears_what_they_differ_in(tmp_path):
     found = attribute(run, control=control)
     assert found.cause != "mismatch"
     assert "The mismatch is ruled out" in verdict_sentence(found) or found.suspects[0].code == "unknown"
+
+
+def test_a_run_that_does_not_learn_beside_its_baseline_is_an_event_with_an_onset_and_a_cause(tmp_path):
+    def rising(step):
+        return float(np.interp(step, [12, 50], [0.3, 0.8]))
+
+    baseline = record(tmp_path / "baseline", Story(reward=rising))
+    run = record(
+        tmp_path / "run", Story(reward=level(0.3), settings={"adam_beta2": 0.999, "learning_rate": 0.0}, rate=NONE)
+    )
+    assert attribute(run).fall is None
+    found = attribute(run, control=baseline)
+    assert found.fall.kind == "flat"
+    assert found.fall.interval[0] <= 14
+    assert 12 <= found.fall.interval[1] <= 24
+    assert found.cause == "optimizer"
+    first, last = found.fall.interval
+    stays = f"reward stays at {found.fall.after:.3g} while the baseline's rises to {found.fall.before:.3g}, apart since step"
+    assert verdict_sentence(found).startswith(f"Learning stalled: {stays} {found.fall.step} (95% CI {first}-{last}).")
+    assert stays in story_of_run(found, None)
+    assert attribution_json(found)["fall"]["kind"] == "flat"
+    assert "Learning stalled" in attribution_brief(found)
+    short = fall_answer(SimpleNamespace(attribution=found, diagnosis=None)).short
+    assert short.startswith("learning stalled: the optimizer")
+    assert attribute(baseline, control=run).fall is None
 
 
 def test_a_control_with_other_prompts_is_an_observation(tmp_path):

@@ -26,9 +26,8 @@ from tim_trace.analysis.facts import series as fall_module
 from tim_trace.analysis.facts.changes import NOTHING, ChangePoint, with_onset
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
 from tim_trace.analysis.facts.recorded import RecordedChange
-from tim_trace.analysis.facts.relations import ChangedResponses, Relation, step_interval
 from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall
+from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat
 
 # The functions of the package hide its modules of the same names.
 
@@ -108,55 +107,7 @@ def level(before, after, at=50):
 # --- one number: function of it, just under, just over ---------------------------------------------------------------
 
 
-def _clear(size_in_sd):
-    return len(facts(near=(given_change("x", "prompts", size_in_sd=size_in_sd),)).clear("prompts"))
-
-
 # --- correlations of sequences ----------------------------------------------------------------------------------------
-
-
-def related(monkeypatch, module, *, by_group=0.5, negative=0.0):
-    relation = Relation(correlation=by_group, by_group=by_group, num_groups=99, negative=negative)
-    monkeypatch.setattr(module, "relation", lambda *arguments: relation)
-
-
-def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0):
-    return ChangedResponses(
-        step=60, num_responses=num_responses, share=share, share_before=before, length_correlation=by_length,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_interval_of_a_change_holds_its_step(share):
-    for seed in range(20):
-        chance = np.random.default_rng(seed)
-        low = chance.integers(0, 90, 400)
-        high = low + chance.integers(0, 10, 400)
-        differs = (low < 50) & (high >= 50) & (chance.random(400) < share) | (chance.random(400) < 0.02)
-        step, earliest, latest = step_interval(differs, low, high)
-        assert earliest <= 50 <= latest
-        assert earliest <= step <= latest
-        assert latest - earliest <= 12
-
-
-def test_pairs_that_differ_everywhere_alike_have_no_step():
-    low = np.arange(90)
-    assert step_interval(np.zeros(90, bool), low, low + 5)[1:] == (5, 94)
-
-
-def graded(shift, *, since=60, unlike=0, values=2):
-    """Rewards of eight prompts a step with one of eight responses each, which earn by the prompt `shift` places on from `since`."""
-    chance = np.random.default_rng(5)
-    earns = chance.permutation(64).reshape(8, 8) % values
-    step, prompt = np.repeat(STEPS, 8), np.tile(np.arange(8), len(STEPS))
-    response = chance.integers(0, 8, len(step))
-    reward_ = earns[prompt, response].astype(float)
-    late = np.flatnonzero(step >= since)
-    reward_[late] = earns[(prompt[late] + shift) % 8, response[late]]
-    reward_[late[:unlike]] += 100.0
-    columns = {name: np.zeros(len(step)) for name in Rollouts.__dataclass_fields__}
-    given = {"step": step, "prompt": prompt, "response": response, "whole": prompt * 8 + response, "reward": reward_}
-    return Rollouts(**columns | given)
 
 
 # --- order, lags and checks -------------------------------------------------------------------------------------------
@@ -297,7 +248,62 @@ def test_a_fall_is_larger_than_its_noise(monkeypatch, scale, falls):
     noise = scale * 0.5 * np.sqrt(10) / (3 * np.sqrt(2) + np.sqrt(2 * np.log(10)))
     monkeypatch.setattr(fall_module, "level_deviation", lambda values: noise)
     monkeypatch.setattr(fall_module, "_slope_in_sd", lambda values, noise: 0.0)
+    monkeypatch.setattr(fall_module, "_is_beyond_what_was", lambda *given: False)
     assert (find_fall(outcome(np.where(STEPS < 50, 1.0, 0.5))) is not None) == falls
+
+
+@pytest.mark.parametrize("num_values", [5, 8, 12, 20])
+def test_an_evaluation_falls_even_if_it_scatters_more_at_the_end_than_it_lost(num_values):
+    # 0.86 to 0.57 with a scatter of 0.02 before and of 0.15 after, which is half of the loss.
+    swings = np.resize([0.2, -0.1, -0.15, 0.15, -0.1], num_values - num_values // 2)
+    before = 0.86 + np.resize([0.01, -0.02, 0.02, -0.01], num_values // 2)
+    found = find_fall(outcome(np.concatenate([before, 0.57 + swings])))
+    assert (found is not None) == (num_values > 5)
+    # As much scatter all along is no fall.
+    assert find_fall(outcome(0.75 + np.resize([0.2, -0.15, 0.1, -0.2, 0.05], num_values))) is None
+
+
+def learning(ends, *, since=1, scatter=0.02, seed=1):
+    """A rise from 0.3 to 0.7, in which a run goes from step `since` on towards another end."""
+    rise = 0.3 + 0.4 * -np.expm1(-(STEPS - 1) / 25)
+    return outcome(
+        noisy(
+            np.where(since > STEPS, rise, rise[since - 1] + (ends - 0.3) * (rise - rise[since - 1]) / 0.4),
+            scatter,
+            seed,
+        )
+    )
+
+
+@pytest.mark.parametrize(("ends", "is_flat"), [(0.3, True), (0.48, True), (0.53, False), (0.66, False)])
+def test_a_run_is_flat_below_half_of_its_baseline_s_rise(ends, is_flat):
+    found = find_flat(learning(ends), learning(0.7))
+    assert (found is not None) == is_flat
+    if is_flat:
+        assert found.kind == "flat"
+        assert found.before == pytest.approx(0.7, abs=0.02)
+        assert found.after == pytest.approx(ends, abs=0.02)
+
+
+@pytest.mark.parametrize("since", [1, 5, 20])
+def test_a_flat_run_parts_from_its_baseline_where_it_stops_to_follow(since):
+    run, baseline = learning(0.3, since=since), learning(0.7)
+    found = find_flat(run, baseline)
+    first, last = found.interval
+    assert first <= since <= last <= since + 12
+    assert first <= found.step <= last
+    equal = np.flatnonzero(run.values != baseline.values)[0]
+    assert first >= int(STEPS[max(equal - 1, 0)])
+
+
+def test_healthy_runs_are_not_flat():
+    slower = outcome(noisy(0.3 + 0.4 * -np.expm1(-(STEPS - 1) / 40), 0.02, 9))
+    for seed in range(20):
+        assert find_flat(learning(0.7, seed=seed), learning(0.7, seed=100 + seed)) is None
+        assert find_flat(slower, learning(0.7, seed=seed)) is None
+    level = outcome(noisy(np.full(100, 0.7), 0.02))
+    assert find_flat(outcome(noisy(np.full(100, 0.5), 0.02)), level) is None  # nothing rises
+    assert find_flat(learning(0.3), learning(0.3, seed=2)) is None
 
 
 @pytest.mark.parametrize(("width", "kind"), [(13, "collapse"), (13.5, "slow_decline")])

@@ -236,7 +236,7 @@ CHANGES = {
     engine_is_another: ("engine_parts", {"mismatch", "staleness"}),
     engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
     engine_says_that_it_is_behind: ("engine_parts", {"staleness"}),
-    trainer_is_another: ("scoring_parts", {"mismatch"}),
+    trainer_is_another: ("scoring_parts", {"unknown"}),
     flips_rewards: ("rewards_part", {"reward"}),
     loses_rewards: ("rewards_part", {"reward"}),
     permutes_rewards: ("rewards_permuted_part", {"pairing"}),

@@ -8,9 +8,10 @@ import numpy as np
 
 from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_UPDATES
+from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, largest_rise, order
+from .timing import declared_lag, is_declared_fresh, largest_rise
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -43,13 +44,13 @@ def rise(facts: Facts) -> Iterator[Fact]:
         return
     factor = largest.after / max(largest.before, 1e-12)
     values = {"step": largest.step, "low": largest.low, "high": largest.high}
-    when = order(facts, largest)
+    when = order_beside(largest, facts.fall)
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
-    code = {FIRST: "mismatch_grows_before_fall", AFTER: "mismatch_grows_after_fall"}.get(
-        when, "mismatch_grows_with_fall"
-    )
+    code = {
+        BEFORE: "mismatch_grows_before_fall", WITH: "mismatch_grows_with_fall", AFTER: "mismatch_grows_after_fall",
+    }[when]  # fmt: skip
     yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
     if step is not None and when != AFTER:

@@ -9,11 +9,11 @@ import numpy as np
 
 from ...facts import thresholds as ft
 from ...facts.conditions import ADVANTAGES, PROMPTS
+from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
 from ...facts.rollouts import other_endings
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from .timing import AFTER, order
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
@@ -145,7 +145,7 @@ def length(facts: Facts) -> Iterator[Fact]:
     """Yield how response length changes, and whether the reward depends on length."""
     assert facts.fall is not None
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
-    if changes and paid and order(facts, changes[0]) != AFTER:
+    if changes and paid and order_beside(changes[0], facts.fall) != AFTER:
         far = max(changes, key=lambda each: abs(math.log(max(each.after, 1e-9) / max(changes[0].before, 1e-9))))
         level = paid * of_ratio(far.after, changes[0].before, 3.0)
         values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}

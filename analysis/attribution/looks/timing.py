@@ -1,4 +1,4 @@
-"""The order of changes and the drop."""
+"""The growth of the mismatch, and the lag of the sampling weights."""
 
 from __future__ import annotations
 
@@ -11,30 +11,10 @@ from ...facts.changes import ChangePoint
 from .. import thresholds as t
 from ..run_facts import Facts
 
-FIRST, WITH, AFTER = "first", "with", "after"
-
-
-def order(facts: Facts, change: ChangePoint) -> str:
-    """Return whether a change came before the drop, with it, or after it.
-
-    `before` and `after` require disjoint intervals; `after` also requires that a good part of the outcome was lost by then.
-    """
-    fall = facts.fall
-    if fall is None:
-        return WITH
-    if change.high < fall.low:
-        return FIRST
-    return AFTER if change.low > max(fall.high, fall.fallen) else WITH
-
-
-def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
-    """Return the upward changes in a series that exceed `least_sd` standard deviations."""
-    return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
-
 
 def largest_rise(facts: Facts) -> ChangePoint | None:
     """Return the largest growth of the mismatch, or None."""
-    changes = rises(facts, "mean_abs_d", 3.0)
+    changes = [change for change in facts.changes.get("mean_abs_d", ()) if change.size_in_sd > 3.0]
     return max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
 
 
