@@ -314,44 +314,39 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return the drop of an outcome's difference from the same outcome of a baseline run, in which shared noise cancels.
-
-    The two cannot part before the last step of their equal beginning; if they differ from the start, they may have parted at
-    the first step.
-    """
+    """Return the drop of an outcome's difference from the same outcome of a baseline run, in which shared noise cancels."""
     steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
     apart, usual = outcome.values[of_run] - baseline.values[of_baseline], float(baseline.values[of_baseline].mean())
-    found = find_fall(replace(baseline, steps=steps, values=usual + apart))
-    if found is None:
-        return None
-    begins = int(np.flatnonzero(apart)[0])
-    first = int(steps[begins - 1]) if begins else min(1, int(steps[0]))
-
-    def bound(step: int) -> int:
-        return first if step <= steps[0] else max(step, first)
-
-    since = {name: bound(getattr(found, name)) for name in ("step", "low", "high", "fallen")}
-    return replace(found, **since, interval=(bound(found.interval[0]), bound(found.interval[1])))
+    return find_fall(replace(outcome, steps=steps, values=usual + apart))
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
     """Return where an outcome parts from the rise of the same outcome of a baseline run, or None if it follows or noise can
     explain the rise or the gap.
 
-    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise.
+    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The two part at
+    the end of their equal beginning or later; if they differ from the start, it may have been at the first step.
     """
-    found = find_gap(outcome, baseline)
+    found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None
-    _, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
+    steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
     run, other = outcome.values[of_run], baseline.values[of_baseline]
-    first, last = max(3, len(run) // 10), max(3, len(run) // 5)
+    first, last = max(1, len(run) // 10), max(3, len(run) // 5)
     begins, ends, reached = min(run[:first].mean(), other[:first].mean()), run[-last:].mean(), other[-last:].mean()
     sure = FALL_SD * math.sqrt(2.0) * level_deviation(other) / math.sqrt(first)
     least = max(sure, FALL_SHARE * abs(reached - baseline.floor))
     if reached - begins <= least or ends - begins >= FLAT_SHARE * (reached - begins):
         return None
-    return replace(found, kind=FLAT, before=float(reached), after=float(ends))
+    num_equal = int(np.flatnonzero(run != other)[0])
+    earliest = int(steps[num_equal - 1]) if num_equal else min(1, int(steps[0]))
+
+    def bound(step: int) -> int:
+        return max(step, earliest) if step > steps[0] else earliest
+
+    where = {name: bound(getattr(found, name)) for name in ("step", "low", "high", "fallen")}
+    interval = (bound(found.interval[0]), bound(found.interval[1]))
+    return replace(found, **where, interval=interval, kind=FLAT, before=float(reached), after=float(ends))
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
@@ -403,7 +398,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
         return fall
     return replace(
         fall, onset_of=finer.onset_of, step=finer.step, low=finer.low, high=finer.high, interval=finer.interval,
-        fallen=finer.fallen,
+        fallen=finer.fallen, kind=finer.kind,
     )  # fmt: skip
 
 
