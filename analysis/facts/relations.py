@@ -153,24 +153,18 @@ def _latest(rollouts: Rollouts) -> Rollouts:
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     """Return n steps, and the share of each step's reward variance that length explains.
 
-    Only steps with at least three lengths, each with at least three rewards, are included. The share is adjusted for
-    the number of lengths: it is 0 on average if length does not matter.
+    Only steps with different rewards and at least three lengths, each with at least three rewards, are included.
     """
-    known = np.isfinite(rollouts.reward)
-    length = rollouts.length[known].astype(np.int64)
-    longest = int(length.max(initial=0)) + 1
-    _, place, count = np.unique(rollouts.step[known] * longest + length, return_inverse=True, return_counts=True)
-    kept = (count >= _FEWEST_OF_LENGTH_IN_STEP)[place]
-    steps, of_step = np.unique(rollouts.step[known][kept], return_inverse=True)
-    _, first, place = np.unique(place[kept], return_index=True, return_inverse=True)
-    reward, lengths = rollouts.reward[known][kept], np.bincount(of_step[first], minlength=len(steps))
-    num = np.bincount(of_step, minlength=len(steps))
-    own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
-    left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]
-    total, within = (np.bincount(of_step, values**2, len(steps)) for values in (own, left))
-    judged = (lengths >= _FEWEST_LENGTHS_IN_STEP) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
-    share = 1 - (within[judged] / (num - lengths)[judged]) / (total[judged] / (num - 1)[judged])
-    return steps[judged], share
+    found = {}
+    for step in np.unique(rollouts.step):
+        part = rollouts.at_step(step)
+        place = np.unique(part.length, return_inverse=True)[1]
+        known = np.isfinite(part.reward)
+        kept = (np.bincount(place, known) >= _FEWEST_OF_LENGTH_IN_STEP)[place] & known
+        reward, length = part.reward[kept], part.length[kept]
+        if len(np.unique(length)) >= _FEWEST_LENGTHS_IN_STEP and float(reward.var()) > 1e-12:
+            found[int(step)] = _explained(reward, length)
+    return np.array(list(found), np.int64), np.array(list(found.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,15 +276,9 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 
 ORDERS = {
-    "reversed": "each step's rewards reversed",
-    "reversed_in_groups": "each group's rewards reversed",
     "members_first": "the first members of all groups before all second members, as if rows and columns were swapped",
     "groups_first": "rewards read group by group instead of member by member, as if rows and columns were swapped",
-    "next_in_groups": "the reward of the neighbour in its group",
-    "previous_in_groups": "the reward of the neighbour in its group",
-    "halves": "the two halves of each step swapped",
     "shortest_first": "rewards in the order in which responses of these lengths finish",
-    "longest_first": "rewards in the order of the lengths, longest first",
     "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
     "last_step": "the rewards of the next step, as if they were recorded one step late",
 }
@@ -322,8 +316,7 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
             text = f"rewards shifted by {by} rows within the step"
             shares[text] = _unequal(_moved(rollouts, by), pairs, least)[1]
         for name, text in ORDERS.items():
-            share = _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1]
-            shares[text] = min(share, shares.get(text, 1.0))
+            shares[text] = _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1]
     order = min(shares, key=shares.__getitem__)
     return RepeatedResponses(
         num_pairs=num, unequal=unequal, mean_difference=mean_difference, order=order, unequal_ordered=shares[order]
@@ -343,28 +336,14 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
                 place[first:last] = np.arange(last, end)
         return place
     for first, last in zip(firsts, lasts, strict=True):
-        rows, group = place[first:last].copy(), rollouts.group[first:last]
-        if name in ("reversed", "halves"):
-            place[first:last] = rows[::-1] if name == "reversed" else np.roll(rows, len(rows) // 2)
-            continue
-        if name in ("shortest_first", "longest_first", "shortest_first_in_groups"):
-            length = rollouts.length[first:last] * (-1 if name == "longest_first" else 1)
-            place[
-                rows[np.lexsort((length, group)) if name.endswith("groups") else np.argsort(length, kind="stable")]
-            ] = rows
-            continue
-        starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-        size = len(rows) // len(starts)
-        if (np.diff(np.r_[starts, len(rows)]) != size).any():
-            continue
-        by_group = rows.reshape(-1, size)
-        place[first:last] = {
-            "reversed_in_groups": by_group[:, ::-1],
-            "next_in_groups": np.roll(by_group, 1, axis=1),
-            "previous_in_groups": np.roll(by_group, -1, axis=1),
-            "members_first": by_group.T,
-            "groups_first": rows.reshape(size, -1).T,
-        }[name].reshape(-1)
+        rows, group, length = place[first:last].copy(), rollouts.group[first:last], rollouts.length[first:last]
+        size = int((group == group[0]).sum())
+        if name.startswith("shortest_first"):
+            keys = (length, group) if name.endswith("groups") else (length,)
+            place[rows[np.lexsort(keys)]] = rows
+        elif len(rows) % size == 0 and (np.diff(group.reshape(-1, size)) == 0).all():
+            by_group = rows.reshape(-1, size) if name == "members_first" else rows.reshape(size, -1)
+            place[first:last] = by_group.T.reshape(-1)
     return place
 
 

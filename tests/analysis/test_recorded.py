@@ -145,7 +145,7 @@ def without_baseline(advantage, reward):
 
 PLANTED = {
     "longer prompts": ("data", "prompt_length", Plan(prompt_length=from_at(4, 12))),
-    "other prompts": ("data", "prompt_shift", Plan(first_prompt=from_at(100, 200))),
+    "other prompts": ("data", "prompt_form_shift", Plan(first_prompt=from_at(100, 200))),
     "cut responses": ("truncation", "longest_response", Plan(most_tokens=from_at(99, 12))),
     "max_tokens": ("truncation", "max_tokens", Plan(most_tokens=from_at(30, 12), settings={"max_tokens": 30}, settings_at={"max_tokens": 12})),
     "kl coefficient": ("reference", "kl_coef", Plan(settings={"kl_coef": 0.01}, settings_at={"kl_coef": 5.0})),
@@ -397,8 +397,7 @@ def test_a_step_of_the_first_tenth_is_not_nearer_to_it_because_it_is_a_part_of_i
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]] * 16)
     database = open_database(tmp_path / "run")
     series = read_conditions(database)
-    for name in ("prompt_shift", "prompt_form_shift", "prompt_pattern_shift"):
-        assert np.isnan(series[name].values).tolist() == [True] * 10 + [False] * 90
+    assert np.isnan(series["prompt_form_shift"].values).tolist() == [True] * 10 + [False] * 90
     assert not [change for change in read_recorded(database, PAIR) if change.kind == "prompts"]
 
 

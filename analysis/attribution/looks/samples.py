@@ -155,7 +155,7 @@ def length(facts: Facts) -> Iterator[Fact]:
         yield fact("length_explains_rewards", share - before, before_share=before, share=share)
 
 
-_MATERIAL = {"share_new_prompts": 0.2, "prompt_pattern_shift": 0.1, "prompt_form_shift": 0.02, "prompt_shift": 0.02}
+_MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 """Series -> size of a change that has a weight of one half, regardless of scatter."""
 
 
