@@ -45,9 +45,8 @@ _SIDES = {
 }  # fmt: skip
 """Code of a suspect -> the component to fix, named as in check, or `data`."""
 _BY_EVIDENCE = {
-    "engine_disagrees": "engine", "engine_stands_still": "engine", "earlier_weights_of_step": "engine",
-    "earlier_weights_at_distance": "engine", "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine",
-    "trainer_disagrees": "trainer", "logprobs_of_other_rows": "recording", "logprobs_in_other_rows": "recording",
+    "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
+    "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
 """Code of evidence from equal prefixes or rows, which is conclusive by itself -> the component to fix."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
@@ -102,11 +101,6 @@ class Suspect:
         """Evidence in favour of the suspect except the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
-
-    @property
-    def points(self) -> float:
-        """Sum of points over all evidence, for and against."""
-        return sum(evidence.points for evidence in self.evidence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,11 +78,6 @@ EVIDENCE: Mapping[str, str] = {
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
-    "entropy_parts_first": "since the first differing update, entropy is higher than in the baseline run, as with an entropy bonus",
-    "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than that of the baseline run",
-    "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference (correlation {correlation:.2f}), as a KL term would",
-    "entropy_lower": "since the first differing update, entropy is lower than in the baseline run",
-    "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""
@@ -159,7 +154,7 @@ NOTES: Mapping[str, str] = {
     "check_failed": "check failed: {error}",
     "other_prompts": "the first steps of run and baseline have different prompts, so their differences are only an observation; for an intervention, "
     "rerun with the same seeds and data",
-    "no_difference": "the traces of run and baseline show no difference, yet only the run collapsed",
+    "no_difference": "the traces of run and baseline show no difference, yet the run does worse",
 }
 """Code of a note -> sentence template."""
 

@@ -19,6 +19,7 @@ from ..check.check import CheckResult
 from ..check.text import checked_json, checked_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange, change_sentence, interval_text
+from ..facts.series import FLAT
 from ..locate_text import location_sentence
 from ..rows import Rows, shown, to_text, wrapped
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
@@ -75,6 +76,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
         beside = before if apart > 0 else "the step where" if apart == 0 else "as"
         sentence = f"{change_sentence(lead)}, {beside} {down}."
+        if fall.kind == FLAT:
+            sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
 

@@ -124,11 +124,6 @@ class Rollouts:
         return hash_pair(self.whole, self.num_masked)
 
     @property
-    def distance(self) -> np.ndarray:
-        """[N] logprob of the response under the policy minus that under the reference, nats."""
-        return np.asarray((self.likelihood - self.reference) * self.length)
-
-    @property
     def reward_size(self) -> np.ndarray:
         """[N] |reward - mean reward of the group|."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
@@ -137,11 +132,6 @@ class Rollouts:
     def advantage_size(self) -> np.ndarray:
         """[N] |advantage|."""
         return np.asarray(np.abs(self.advantage))
-
-    @property
-    def information(self) -> np.ndarray:
-        """[N] -logprob of the whole response, nats."""
-        return np.asarray(-self.likelihood * self.length)
 
     @property
     def is_alone(self) -> bool:

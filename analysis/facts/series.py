@@ -154,9 +154,9 @@ window."""
 FALL_HOLDS = 0.9
 """A drop that is judged by the noise before it lasts if at least this share of the windows stays low."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window. This rule gives no false alarm in 207 healthy runs
-of eight benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.06 to 0.08 (100 values)
-and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31 (200 values)."""
+"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window. This rule gives no false alarm in 238 healthy runs
+of ten benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values)
+and from 0.01 to 0.04 (200 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
@@ -164,7 +164,7 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it ends below this share of its baseline's rise. No event in 392 pairs of healthy runs; from 0.6 on, one."""
+"""A run is flat if it ends below this share of its baseline's rise. No event in 392 pairs of healthy runs; at 0.55, one."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an

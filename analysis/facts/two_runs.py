@@ -172,30 +172,6 @@ def _num_in_tool(found: Prefixes) -> int:
     return int((~array_of(flags.fill_null(False))[places]).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class MovedTokens:
-    """Logprob differences between two runs on the tokens that paired responses of one step share."""
-
-    moved: np.ndarray
-    """[T] logprob in run A minus that in run B, nats."""
-    logprob: np.ndarray
-    """[T] logprob in run B, nats."""
-    distance: np.ndarray
-    """[T] logprob in run B minus the reference model's logprob, nats; NaN where not recorded."""
-
-
-def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
-    """Return the logprob differences of a pass, run A minus run B, on the tokens shared at a step."""
-    found = read_prefixes(a, b, range(step, step + 1), (name, reference))
-    num_K, *logprobs = found.logprobs(name)
-    a_T, b_T = (values.astype(np.float64) for values in logprobs)
-    referred = found.b.logprobs[reference]
-    has_T = np.repeat(flat(referred)[1] >= num_K, num_K)
-    distance_T = np.where(has_T, b_T - fitted(referred, num_K), np.nan)
-    known = np.isfinite(a_T - b_T)
-    return MovedTokens((a_T - b_T)[known], b_T[known], distance_T[known])
-
-
 def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> RunRows:
     within = step_condition(steps)
     names = [f"p{number}" for number in range(len(passes))]

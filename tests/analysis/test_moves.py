@@ -199,25 +199,20 @@ def test_columns_are_on_the_scale_that_they_are_looked_at_on():
     members = np.arange(8.0)
     found = read_moves(
         {name: series(name, np.full(60, 2.0)) for name in (
-            "entropy", "mean_abs_d", "grad_norm", "update_to_weight", "length", "loss")}
+            "entropy", "mean_abs_d", "grad_norm", "length")}
         | {"reward": series("reward", level(0.0, 1.0))},
         rows(sampled=-1.0, likelihood=-2.0 - members, reference=-2.5, reward=members, advantage=-members),
         FALL,
     )  # fmt: skip
     assert (found.first, found.last) == (24, 35)
     assert {name: float(one.values[0]) for name, one in found.columns.items()} == pytest.approx({
-        "entropy": np.log(2), "mean_abs_d": np.log(2), "grad_norm": np.log(2), "update_to_weight": np.log(2),
-        "length": np.log(2),
-        "loss": 2.0, "reward": 0.0, "sampled": -1.0, "trained": -5.5, "distance": -3.0, "relation": -1.0, "leaves": 1.0,
-        "follows": -1.0,
-        "surprises": -1.0,
+        "entropy": np.log(2), "mean_abs_d": np.log(2), "grad_norm": np.log(2), "length": np.log(2),
+        "reward": 0.0, "sampled": -1.0, "trained": -5.5, "relation": -1.0,
     })  # fmt: skip
     least = {name: one.least for name, one in found.columns.items()}
     assert least == pytest.approx({
-        "entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01, "loss": 0.0,
-        "reward": 0.02 * np.std(level(0.0, 1.0)), "sampled": 0.005, "trained": 0.005, "distance": 0.005,
-        "relation": 0.05, "leaves": 0.05,
-        "follows": 0.05, "surprises": 0.05,
+        "entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01,
+        "reward": 0.02 * np.std(level(0.0, 1.0)), "sampled": 0.005, "trained": 0.005, "relation": 0.05,
     })  # fmt: skip
 
 
@@ -225,8 +220,8 @@ def test_values_that_were_not_recorded_are_left_out_of_a_column():
     values = np.where(STEPS % 2, 1.0, np.nan)
     found = read_moves({"entropy": series("entropy", values)}, rows(), FALL)
     assert found.columns["entropy"].steps.tolist() == STEPS[::2].tolist()
-    assert not len(found.columns["distance"].steps)
-    assert "loss" not in found.columns
+    assert not len(found.columns["relation"].steps)
+    assert "grad_norm" not in found.columns
 
 
 def test_a_correlation_by_step_is_of_all_its_groups_and_of_steps_with_a_spread():

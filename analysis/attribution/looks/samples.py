@@ -12,6 +12,7 @@ from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
 from ...facts.rollouts import other_endings
+from ...facts.series import FLAT
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .training import nearness, values_of
@@ -62,7 +63,7 @@ def hidden(facts: Facts) -> Iterator[Fact]:
     """Yield a recorded reward that stays up while the evaluation drops."""
     fall, reward = facts.fall, facts.values("reward")
     known = np.flatnonzero(np.isfinite(reward))
-    if fall is None or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
+    if fall is None or fall.kind == FLAT or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
         return
     width = max(len(known) // 10, 3)
     until = known[facts.steps[known] <= max(fall.step, facts.steps[known[2]])]
