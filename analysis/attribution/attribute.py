@@ -142,6 +142,12 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
             suspects = judged(known, ALONE)
         else:
             suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+        if (
+            facts.new_reward is not None and step == facts.new_reward.step
+        ):  # certain, so a suspect with a name caused it
+            named = [one for one in suspects if one.code != "unknown"]
+            total = sum(one.probability for one in named)
+            suspects = tuple(replace(one, probability=one.probability / total) for one in named)
         if control is not None or suspects[0].code != "unknown":
             found.append(SupposedCause(suspects=described(at, suspects), step=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)

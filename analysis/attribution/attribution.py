@@ -108,7 +108,7 @@ class SupposedCause:
     """The cause of a drop that only an evaluation would show."""
 
     suspects: tuple[Suspect, ...]
-    """All suspects, most probable first."""
+    """Suspects, most probable first; without `unknown` if identical responses get another reward from `step` on."""
     step: int
     """Step at which the run's records change."""
 

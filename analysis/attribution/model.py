@@ -32,7 +32,10 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "mismatch", "returns_to_reference", "not_sampled_so",
     )),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part"),
-     ("reward_hides_fall.with", "advantages_changed.mean", "advantages_changed.burst", "rewards", "rewards_changed")),
+     (
+        "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
+        "advantages_changed.mean", "advantages_changed.burst", "rewards", "rewards_changed",
+    )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),

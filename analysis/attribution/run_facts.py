@@ -56,7 +56,7 @@ from ..facts.rollouts import (
     repeated_responses,
     unequal_share,
 )
-from ..facts.series import FLAT, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
+from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -302,6 +302,12 @@ class Facts:
             unequal_share(since, column, least) <= t.CHANGED and not unequal_share(before, column, least) > t.CHANGED
         )
         return found if is_one else None
+
+    @property
+    def is_given_otherwise(self) -> bool:
+        """True if another input changed at the drop, so that the reward may have changed as a consequence."""
+        given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
+        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:

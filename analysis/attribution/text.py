@@ -78,6 +78,9 @@ EVIDENCE: Mapping[str, str] = {
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
+    "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
+    "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
+    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""

@@ -44,14 +44,13 @@ PAIR = ("train", "rollout")
 
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
-    "not_sampled_so engine_moves_with_mismatch engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch "
-    "scoring_parts.lasts",
+    "not_sampled_so engine_moves_with_mismatch engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
     "engine_parts.behind lag",
     "optimizer": "learning_rate_spike update_size update_leaps setting_unusual.adam_beta1 setting_unusual.adam_beta2 "
     "setting_unusual.adam_epsilon setting_unusual.learning_rate update_is_other update_grows learning_rate gradient_is_equal",
-    "reward": "rewards_noisy rewards_changed reward_hides_fall.with rewards_part rewards",
-    "pairing": "in_other_rows advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
+    "reward": "rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part rewards",
+    "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part rewards_permuted",
     "data": "prompts_changed prompts_part prompts",
     "truncation": "endings_change responses_cut_off",

@@ -21,9 +21,6 @@ _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
 _SHOWS = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
-_LASTS = (2, 8)
-"""The mismatch must persist between these two numbers of steps after a difference in scoring. By the first, the engine
-has the new weights."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -36,11 +33,6 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
         cause = str(finding.numbers.get("cause")) if finding is not None and finding.signal == "engine_weights" else ""
         behind = cause == "stale_weights" or is_farther_behind(facts, control)
         group = "behind" if behind else "at_once" if parted.num_before == 0 or cause else "later"
-    if parted.code == SCORING:
-        values, at = facts.values("mean_abs_d"), int(np.searchsorted(facts.steps, parted.step))
-        later = values[at + _LASTS[0] : at + _LASTS[1]]
-        later = later[np.isfinite(later)]
-        group = "lasts" if len(later) and float(np.median(later)) >= 0.5 * float(values[at]) else ""
     if parted.code == SAMPLING:
         group = "few" if int(parted.values["num_equal"]) > 0.8 * int(parted.values["num_sequences"]) else ""
     level = 1.0
@@ -129,7 +121,7 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         yield fact(
             "advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control
         )
-    lags = [declared_lag(run).at_fall for run in (facts, control)]
+    lags = [declared_lag(run)[0] for run in (facts, control)]
     if is_farther_behind(facts, control):
         yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
     if facts.mismatch is not None and control.mismatch is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def size(facts: Facts) -> Iterator[Fact]:
         yield fact("no_passes", 1.0)
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
-    if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts).at_fall < 1:
+    if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
         yield fact("mismatch_steady", weighs(facts))
 
 
@@ -87,36 +86,28 @@ def check(facts: Facts) -> Iterator[Fact]:
 def age(facts: Facts) -> Iterator[Fact]:
     """Yield what repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
-    if still is not None:
-        code = "engine_stands_still" if still.explains else "engine_moves_on"
-        yield fact(
-            code,
-            (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts),
-            **still.values,
-        )
+    if still is not None and still.explains:
+        yield fact("engine_stands_still", (still.still - still.of_trainer) * weighs(facts), **still.values)
+    elif still is not None:
+        yield fact("engine_moves_on", (1 - still.still) * weighs(facts), **still.values)
     if earlier is not None and earlier.explains:
         of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        yield fact(
-            of_one if earlier.is_one else "earlier_weights_of_several_steps",
-            weighs(facts),
-            "",
-            "earlier_weights",
-            **earlier.values,
-        )
+        code = of_one if earlier.is_one else "earlier_weights_of_several_steps"
+        yield fact(code, weighs(facts), "", "earlier_weights", **earlier.values)
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """Yield the declared lag of the sampling weights."""
-    found, size = declared_lag(facts), facts.mismatch.size if facts.mismatch else 0.0
-    if is_declared_fresh(facts):
+    """Yield the declared lag of the sampling weights; a constant lag is normal in asynchronous training."""
+    at_fall, usual = declared_lag(facts)
+    values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
+    recorded = facts.values("version_lag")[np.isfinite(facts.values("version_lag"))]
+    if len(recorded) and not recorded.any():
         yield fact("declared_fresh", 1.0)
-    elif found.at_fall >= 1 and found.grew:
-        level = of_ratio(found.at_fall, max(found.usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
-        yield fact("declared_lag_grows", level, lag=found.at_fall, lag_before=found.usual, mean_abs_d=size)
-    elif found.at_fall >= 1:
-        yield fact(
-            "declared_lag", of_ratio(found.at_fall, 1.0, 16.0) * weighs(facts), lag=found.at_fall, mean_abs_d=size
-        )
+    elif at_fall >= max(1.0, t.LAG_GROWS * usual):
+        level = of_ratio(at_fall, max(usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
+        yield fact("declared_lag_grows", level, lag_before=usual, **values)
+    elif at_fall >= 1:
+        yield fact("declared_lag", of_ratio(at_fall, 1.0, 16.0) * weighs(facts), **values)
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
@@ -150,28 +141,16 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
     return max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredLag:
-    """Number of updates between the weights that sampled a sequence and those that scored it; 0 if unknown."""
+def declared_lag(facts: Facts) -> tuple[float, float]:
+    """Return the lag of the sampling weights, in updates, at the onset and while the run still learned; 0 if unknown.
 
-    at_fall: float
-    """Largest median lag over a tenth of the run around the onset; without a drop, over the whole run."""
-    usual: float
-    """Median lag before the onset, while the run still learned. If less than a tenth of the run precedes the onset, it
-    covers the steps until a good part of the outcome is lost; without a drop, all steps."""
-
-    @property
-    def grew(self) -> bool:
-        """True if the lag grew; a constant lag is normal in asynchronous training."""
-        return _grew(self.usual, self.at_fall)
-
-
-def declared_lag(facts: Facts) -> DeclaredLag:
-    """Return the recorded lag before the drop and around its onset."""
+    At the onset: the largest median over a tenth of the run; without a drop, over the whole run. While it learned: the
+    median before the onset or, if less than a tenth of the run precedes it, until a good part of the outcome is lost.
+    """
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():
-        return DeclaredLag(at_fall=0.0, usual=0.0)
+        return 0.0, 0.0
     steps, values = facts.steps[known], values[known]
     if facts.fall is None:
         first, last = steps[0], steps[-1]
@@ -182,24 +161,13 @@ def declared_lag(facts: Facts) -> DeclaredLag:
     at_fall, usual = values[at] if at.any() else values, values[learned] if learned.any() else values
     width = min(max(len(values) // 10, 3), len(at_fall))
     medians = np.median(np.lib.stride_tricks.sliding_window_view(at_fall, width), axis=-1)
-    return DeclaredLag(at_fall=float(medians.max()), usual=float(np.median(usual)))
-
-
-def _grew(before: float, after: float) -> bool:
-    return after >= max(1.0, t.LAG_GROWS * before)
+    return float(medians.max()), float(np.median(usual))
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
     """Return True if a run lags further behind than its baseline run, beyond the usual scatter of asynchronous runs."""
-    of_run, of_control = declared_lag(facts).at_fall, declared_lag(control).at_fall
+    of_run, of_control = declared_lag(facts)[0], declared_lag(control)[0]
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
-
-
-def is_declared_fresh(facts: Facts) -> bool:
-    """Return True if every recorded lag is 0: the sampling weights were the scoring weights."""
-    values = facts.values("version_lag")
-    known = values[np.isfinite(values)]
-    return bool(len(known)) and not known.any()
 
 
 ALL = (size, rise, check, age, lag, unsampled)

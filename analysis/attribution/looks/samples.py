@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
+from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
@@ -57,6 +58,21 @@ def changed(facts: Facts) -> Iterator[Fact]:
         yield fact("length_pays_since", abs(by_length), correlation=by_length, **{name: found.values[name] for name in ("step", "num_responses")})  # fmt: skip
     else:
         yield fact("rewards_changed", math.sqrt(found.share), **found.values)
+
+
+def alone(facts: Facts) -> Iterator[Fact]:
+    """Yield rewards that change at a step, or lose their relation to likelihood, without a change of policy or engine."""
+    moves = facts.moves
+    reward, broken = moves.step("reward"), moves.breaks("relation")
+    first = min((step for step in (reward, broken) if step is not None), default=None)
+    if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
+        group = "beside_input" if facts.is_given_otherwise else ""
+        if reward is None or reward > first + 1:
+            yield fact("relation_breaks_alone", 1.0, group, step=first)
+        elif broken is not None and broken <= reward + 1:
+            yield fact("reward_and_relation_move", 1.0, group, step=first)
+        else:
+            yield fact("reward_moves_alone", 1.0, group, step=first)
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
@@ -199,4 +215,4 @@ def endings(facts: Facts) -> Iterator[Fact]:
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (repeats, in_other_rows, changed, hidden, advantages, sizes, length, prompts, endings)
+ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)
