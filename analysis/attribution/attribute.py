@@ -184,15 +184,7 @@ _FACTS = (
     ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
     ("order", pa.string()), ("sentence", pa.string()),
 )  # fmt: skip
-_BEFORE = (
-    "from_value",
-    "before",
-    "correlation_before",
-    "before_share",
-    "lag_before",
-    "ratio_before",
-    "distance_before",
-)
+_BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
 """Names under which a fact may hold its value after a change (_BEFORE: before it); the first one present is used."""
 

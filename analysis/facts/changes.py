@@ -391,8 +391,8 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
     """Read the quantities to check for changes, and the range of steps in which a change could have caused the drop."""
     found = {
-        "sampled": (*rollouts.sampled_by_step, 0.005),
-        "trained": (*rollouts.likelihood_by_step, 0.005),
+        "sampled": (*rollouts.by_step(rollouts.sampled), 0.005),
+        "trained": (*rollouts.by_step(rollouts.likelihood), 0.005),
         "relation": (*relation_by_step(rollouts, "likelihood", "reward"), 0.05),
     }
     for name, least in _LOGARITHMS.items():

@@ -121,7 +121,7 @@ class Rollouts:
     @property
     def counted(self) -> np.ndarray:
         """[N] uint64 hash of prompt, response and number of masked tokens."""
-        return hash_pair(self.whole, self.num_masked)
+        return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
 
     @property
     def reward_size(self) -> np.ndarray:
@@ -138,22 +138,8 @@ class Rollouts:
         """True if each step counts as one group."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
-    @property
-    def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with a known `likelihood`, and the mean likelihood of each step's responses."""
-        return self._by_step(self.likelihood)
-
-    @property
-    def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with engine logprobs, and the mean engine logprob of each step's responses."""
-        return self._by_step(self.sampled)
-
-    @property
-    def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with reference logprobs, and each step's mean of policy minus reference logprob, nats per token."""
-        return self._by_step(self.likelihood - self.reference)
-
-    def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the n steps with a known value, and the mean of each step's [N] values."""
         known = np.isfinite(values)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
@@ -224,11 +210,6 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
-
-
-def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """Return [N] uint64 hashes of each prompt with its response."""
-    return prompt.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + response.astype(np.uint64)
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

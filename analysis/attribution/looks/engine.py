@@ -118,7 +118,7 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
-    steps, logprob = facts.rollouts.sampled_by_step
+    steps, logprob = facts.rollouts.by_step(facts.rollouts.sampled)
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropy, surprisal = facts.values("entropy")[known][of], -logprob[at]
     before, since = shared < facts.fall.interval[0] - ft.AHEAD, shared > facts.fall.latest

@@ -137,7 +137,7 @@ def reference(facts: Facts) -> Iterator[Fact]:
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
     )
-    steps, distance = facts.rollouts.reference_distance_by_step
+    steps, distance = facts.rollouts.by_step(facts.rollouts.likelihood - facts.rollouts.reference)
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
