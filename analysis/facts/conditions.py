@@ -145,10 +145,11 @@ def _places(database: Database) -> dict[str, Column]:
         return {}
     counts = np.zeros((len(steps), len(tokens)))
     counts[at, column] = np.asarray(rows["n"], float)
-    shares, place = counts / counts.sum(axis=1, keepdims=True), np.arange(len(steps))
+    total, place = counts.sum(axis=1), np.arange(len(steps))
     tenth, quarter = (max(len(steps) // part, 3) for part in (10, 4))
     usual, is_new = counts[:tenth].sum(axis=0), counts[:quarter].sum(axis=0) == 0
-    apart, new = 0.5 * np.abs(shares - usual / usual.sum()).sum(axis=1), shares[:, is_new].sum(axis=1)
+    apart = 0.5 * np.abs(counts / total[:, None] - usual / usual.sum()).sum(axis=1)
+    new = counts[:, is_new].sum(axis=1) / total  # divided once, so that equal steps have equal values
     return {
         "prompt_form_shift": (steps, np.where(place < tenth, np.nan, apart)),
         "share_new_places": (steps, np.where(place < quarter, np.nan, new)),
@@ -180,7 +181,7 @@ def _of_metrics(database: Database) -> Iterator[Series]:
         if name.startswith(HYPERPARAMETER):
             held = every[every >= at[0]]
             filled = value[np.searchsorted(at, held, side="right") - 1]
-            is_set = is_held(filled) or (begins_held(filled) and not _is_learning_rate(str(name)))
+            is_set = is_held(filled) or (begins_held(filled) and not is_learning_rate(str(name)))
             kind = SETTING if is_set else LOGGED
             yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
         elif is_held(value):
@@ -213,7 +214,7 @@ def begins_held(values: np.ndarray) -> bool:
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
-def _is_learning_rate(name: str) -> bool:
+def is_learning_rate(name: str) -> bool:
     """Return True if a setting is a learning rate, which schedules change at every step."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -76,22 +76,15 @@ _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_res
 _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))"
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The optional score columns that a run recorded; they determine the source of each series for all steps."""
-
-    entropy: frozenset[str] = frozenset()
-    """Passes with token entropies."""
-    version: frozenset[str] = frozenset()
-    """Passes with a recorded policy version."""
-
-    def __or__(self, other: Given) -> Given:
-        return Given(self.entropy | other.entropy, self.version | other.version)
+Given = frozenset[tuple[str, str]]
+"""The optional score columns that a run recorded, with their passes; they determine the source of each series for all
+steps."""
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Return the optional score columns that have values, by pass."""
-    return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
+    """Return the token entropies and policy versions that have values, by pass."""
+    columns = ("entropy", "policy_version")
+    return frozenset((column, name) for column in columns for name in passes_with(database, column, run))
 
 
 def read_entropy(
@@ -108,9 +101,9 @@ def read_entropy(
     The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
     describes the whole run if the database has only some of its steps.
     """
-    given = given or read_given(database, run)
+    given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
-        if name in given.entropy:
+        if ("entropy", name) in given:
             what = f"mean entropy over the tokens of {name}, nats"
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
@@ -125,8 +118,8 @@ def read_entropy(
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
     """Read the number of updates between sampling and loss, and between passes b and a; `given` is as in read_entropy."""
-    given = given or read_given(database, run)
-    loss = "current" if "current" in given.version else "train"
+    given = read_given(database, run) if given is None else given
+    loss = "current" if ("policy_version", "current") in given else "train"
     # If an engine's score has no policy version of its own, the sequence's version applies.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)

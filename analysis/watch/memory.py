@@ -171,7 +171,7 @@ class Memory:
         self.times: Times = []
         self._pair = pair
         self._read: dict[int, Extent] = {}
-        self._given = Given()
+        self._given: Given = frozenset()
         self._basis: Any = None
         self._num_metrics = -1
         self._logged: list[Series] = []

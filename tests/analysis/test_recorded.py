@@ -301,13 +301,6 @@ def test_a_rank_that_disappears_is_listed_with_its_step(tmp_path, monkeypatch):
     assert change_sentence(change) == f"num_writers goes from 4 to 3 at step {AT}"
 
 
-@pytest.mark.slow
-def test_a_rank_whose_tokens_are_off_is_named_with_its_step(tmp_path, monkeypatch):
-    (change,) = of_writers(several_ranks(tmp_path / "run", monkeypatch, off=3))
-    assert (change.series, change.step, change.low, change.high) == ("mean_abs_d of rank 3", AT, AT, AT)
-    assert (change.before, change.after) == (pytest.approx(1, abs=0.2), pytest.approx(5, abs=1))
-
-
 def test_ranks_that_are_alike_are_no_change(tmp_path, monkeypatch):
     assert of_writers(several_ranks(tmp_path / "run", monkeypatch)) == []
 

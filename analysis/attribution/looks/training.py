@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
+from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from ..settings import is_learning_rate, suspect_of
+from ..settings import suspect_of
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
