@@ -90,9 +90,10 @@ def explain(
 
 def _alone(facts: Facts) -> Attribution:
     """Judge a run by its own facts."""
+    if facts.fall is None:
+        return _attribution(facts, (), (), _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS]))
     known = table(facts)
-    supposed = None if facts.fall else _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
-    return _attribution(facts, known, judged(known, ALONE), supposed)
+    return _attribution(facts, known, judged(known, ALONE), None)
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:

@@ -14,6 +14,7 @@ from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
 from ...facts.rollouts import other_endings
 from ...facts.series import FLAT
+from ...statement import Measured
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .training import nearness, values_of
@@ -41,7 +42,9 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
     """Yield rewards that belong to other rows."""
     found = facts.repeated
     if found.num_pairs and found.lies_off:
-        values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order}
+        values: dict[str, Measured] = {
+            "num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order,
+        }  # fmt: skip
         yield fact(
             "rewards_in_other_rows", 1.0, "", "in_other_rows", unequal_ordered_share=found.unequal_ordered, **values
         )
