@@ -1041,7 +1041,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
     against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational
-    evidence; a baseline run makes it a controlled experiment.
+    evidence; a baseline run makes it a controlled experiment, and shows when a run stopped learning.
     """
     from .analysis.attribution.brief import attribution_brief
     from .analysis.attribution.text import attribution_json, attribution_text

@@ -59,8 +59,8 @@ def attribute(
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
     and against it, a probability, and the cheapest replay or rerun that would settle it. From one run this is only an
     observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one
-    change, ideally with an exact engine, the first difference is an intervention. A mismatch after the drop is never
-    its cause.
+    change, ideally with an exact engine, the first difference is an intervention, and a run that does not follow the
+    baseline's rise counts as a drop of kind `flat`. A mismatch after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins later is not reported as the
     answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.

@@ -344,9 +344,10 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
     def bound(step: int) -> int:
         return max(step, earliest) if step > steps[0] else earliest
 
-    where = {name: bound(getattr(found, name)) for name in ("step", "low", "high", "fallen")}
-    interval = (bound(found.interval[0]), bound(found.interval[1]))
-    return replace(found, **where, interval=interval, kind=FLAT, before=float(reached), after=float(ends))
+    return replace(
+        found, kind=FLAT, before=float(reached), after=float(ends), step=bound(found.step), low=bound(found.low),
+        high=bound(found.high), interval=(bound(found.interval[0]), bound(found.interval[1])), fallen=bound(found.fallen),
+    )  # fmt: skip
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
