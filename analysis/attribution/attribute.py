@@ -122,7 +122,10 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     else:
         decide = [*shown[:1], *configured]
     is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE) for one in decide}) == 1)
-    supposed = None if facts.fall or parted is None else _supposed(facts, [parted.step], control)
+    if facts.new_reward is not None:  # the run alone shows that the reward changed
+        supposed = _supposed(facts, [facts.new_reward.step])
+    else:
+        supposed = None if facts.fall or parted is None else _supposed(facts, [parted.step], control)
     result = _attribution(facts, (*found, *known), suspects, supposed)
     return replace(
         result, control=control.trace, kind=INTERVENTION if is_intervention else OBSERVATION,
