@@ -81,16 +81,19 @@ EVIDENCE: Mapping[str, str] = {
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
+    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
+    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, now none is, and {cut_share:.0%} end exactly there",
+    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""
 
 UNITS: Mapping[str, str] = {
     "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
-    "correlation": "-1 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
     "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
     "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
-    "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
+    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
     "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
     "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
     "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",

@@ -53,8 +53,8 @@ OWNERS: dict[str, str] = {
     "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part rewards_permuted",
     "data": "prompts_changed prompts_part prompts",
-    "truncation": "endings_change responses_cut_off",
-    "reference": "reference_changed returns_to_reference reference_parts advantages_by_distance_part gradient_grows loss_is_higher",
+    "truncation": "responses_cut.told responses_cut.seen endings_change responses_cut_off",
+    "reference": "reference_changed reference_jumps returns_to_reference reference_parts advantages_by_distance_part gradient_grows loss_is_higher",
     "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages advantages.against advantages_or_rewards_part",
     "entropy": "entropy_climbs entropy_collapses setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower",
@@ -63,6 +63,9 @@ OWNERS: dict[str, str] = {
     "unknown": "entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Suspect -> the features that speak for it."""
+_OF_SAMPLES = frozenset(("evaluation_holds",))
+"""Features that speak for every suspect that worsens sampled responses or their rewards and leaves the policy unchanged."""
+_SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
@@ -92,6 +95,8 @@ class Run:
 def owners(feature: str) -> tuple[str, ...]:
     """Return the suspects that a feature speaks for."""
     name = feature.removeprefix("changed.")
+    if name in _OF_SAMPLES:
+        return _SAMPLES
     setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
     return (setting[1],) if setting else (_OWNER_OF[name],) if name in _OWNER_OF else ()
 
@@ -209,7 +214,7 @@ def unseen(*, is_beside: bool) -> set[str]:
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
-    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
+    return settings | {name for name in (*_OWNER_OF, *_OF_SAMPLES) if is_beside or kind_of(name) != _OF_PAIR}
 
 
 _OF_PAIRS = re.compile(

@@ -164,7 +164,7 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
         yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
 
 
-_OF_RUN = ("setting_changed", "reference_changed", "prompts_changed")
+_OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "prompts_changed")
 """Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.conditions import is_learning_rate
+from ...facts.changes import POLICY
+from ...facts.conditions import REFERENCE, is_learning_rate
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
@@ -133,7 +134,7 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Yield a change of the reference model, or a return of the policy to it."""
+    """Yield a change of the reference model, a jump of the distance to it, or a return of the policy to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
@@ -142,6 +143,13 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
+    jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
+    for change in jumps[:1]:
+        beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
+        if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
+            yield fact(
+                "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
+            )
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
