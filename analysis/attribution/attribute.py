@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +18,7 @@ from ..check.check import CheckResult
 from ..facts import thresholds as ft
 from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
-from ..facts.relations import correlation, length_correlation, step_interval
-from ..facts.rollouts import Rollouts, least_reward, other_endings, successive, unequal_share
+from ..facts.rollouts import Rollouts, other_endings
 from ..facts.series import COLLAPSE, Fall
 from ..statement import Statement
 from ..trace.columns import parse_pair
@@ -27,7 +26,7 @@ from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SilentChange, Suspect
+from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SupposedCause, Suspect
 from .divergence import SAMPLING, UPDATE
 from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
@@ -85,57 +84,36 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            silent, known = read_silent(facts), table(facts) if facts.fall else ()
-            return _attribution(
-                facts, known, _alone(facts, known), silent=silent,
-                supposed=None if facts.fall or silent else _supposed(facts),
-            )  # fmt: skip
-        other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
-        shares = shares_prompts(facts, other)
-        if shares:
-            facts = facts.beside(other)
-        compared, silent = _compare(facts, other, shares=shares), read_silent(facts, other)
-        return _attribution(
-            facts, compared.facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
-            supposed=None if facts.fall or silent else _supposed_beside(facts, other, compared),
-        )  # fmt: skip
+            return _alone(facts)
+        return _beside(facts, read_facts(control.of_steps(facts.database.steps), pair, is_control=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    """The result of comparing a run with its baseline run."""
-
-    suspects: tuple[Suspect, ...]
-    is_intervention: bool
-    differences: tuple[Difference, ...]
-    notes: tuple[Statement, ...]
-    facts: tuple[Fact, ...]
-    step: int | None
-    """Step of the first difference, if the two runs were identical until then."""
+def _alone(facts: Facts) -> Attribution:
+    """Judge a run by its own facts."""
+    if facts.fall is None:
+        return _attribution(facts, (), (), _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS]))
+    known = table(facts)
+    return _attribution(facts, known, judged(known, ALONE), None)
 
 
-def _alone(facts: Facts, known: Iterable[Fact]) -> tuple[Suspect, ...]:
-    """Judge a run by its own facts; return no suspects if it has no drop."""
-    return () if facts.fall is None else described(facts, judged(known, ALONE))
-
-
-def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
+def _beside(facts: Facts, control: Facts) -> Attribution:
     """Judge a run by its facts and its differences from a baseline run; if both collapsed, only by the facts they
     share."""
+    shares = shares_prompts(facts, control)
+    if shares:
+        facts = facts.beside(control)
     known = table(facts)
     found, parted = table_beside(facts, control, known)
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
-    suspects: tuple[Suspect, ...] = ()
-    if facts.fall and fell_too:
+    if fell_too:
         shared = {one.feature for one in table(control)}
         suspects = judged([one for one in known if one.feature in shared], ALONE)
-    elif facts.fall:
+    else:
         suspects = judged((*known, *found), BESIDE)
     shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
-    differences = tuple(Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown)
-    notes = () if shares else (Statement(code="other_prompts"),)
-    if facts.fall and not fell_too and not differences:
-        notes = (*notes, Statement(code="no_difference"))
+    notes = [] if shares else [Statement(code="other_prompts")]
+    if facts.fall and not fell_too and not shown:
+        notes.append(Statement(code="no_difference"))
     configured = [one for one in shown if one.feature.startswith(_SET)]
     if parted is None:
         decide = shown
@@ -143,73 +121,65 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
         decide = configured  # a setting acts through the update or the sampling
     else:
         decide = [*shown[:1], *configured]
-    codes = {supported(one, BESIDE) for one in decide}
-    return _Comparison(
-        suspects=described(facts, suspects), differences=differences, notes=notes, facts=(*found, *known), step=None if parted is None else parted.step,
-        is_intervention=shares and (facts.fall is None or len(codes) == 1),
+    is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE) for one in decide}) == 1)
+    if facts.new_reward is not None:  # the run alone shows that the reward changed
+        supposed = _supposed(facts, [facts.new_reward.step])
+    else:
+        supposed = None if facts.fall or parted is None else _supposed(facts, [parted.step], control)
+    result = _attribution(facts, (*found, *known), suspects, supposed)
+    return replace(
+        result, control=control.trace, kind=INTERVENTION if is_intervention else OBSERVATION,
+        difference_codes=tuple(
+            Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown
+        ),
+        note_codes=(*result.note_codes, *notes),
     )  # fmt: skip
 
 
-def _supposed(facts: Facts) -> SilentChange | None:
-    """Return the most probable cause, judged by the clearest change, in case the run got worse without a visible drop."""
+def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
+    """Return the most probable cause in case the run got worse without a visible drop, judged at each of some steps."""
     found = []
-    for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
-        at, suspects = _judged_at(facts, None, step)
-        if suspects[0].code != "unknown":
-            found.append(SilentChange(suspects=described(at, suspects), step=step, low=step, high=step))
+    for step in steps:
+        at = supposed_at(facts, step)
+        known = table(at)
+        if control is None:
+            suspects = judged(known, ALONE)
+        else:
+            suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+        if (
+            facts.new_reward is not None and step == facts.new_reward.step
+        ):  # certain, so a suspect with a name caused it
+            named = [one for one in suspects if one.code != "unknown"]
+            total = sum(one.probability for one in named)
+            suspects = tuple(replace(one, probability=one.probability / total) for one in named)
+        if control is not None or suspects[0].code != "unknown":
+            found.append(SupposedCause(suspects=described(at, suspects), step=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)
 
 
-def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> SilentChange | None:
-    """Return the same as `_supposed`, judged by the first difference from a baseline run."""
-    if compared.step is None:
-        return None
-    at, suspects = _judged_at(facts, control, compared.step)
-    return SilentChange(
-        suspects=described(at, suspects), step=compared.step, low=compared.step, high=compared.step
-    )  # fmt: skip
-
-
-def _judged_at(facts: Facts, control: Facts | None, step: int) -> tuple[Facts, tuple[Suspect, ...]]:
-    """Return the facts as if the run dropped at a step, and the suspects judged by them, beside a baseline run if given."""
-    at = supposed_at(facts, step)
-    known = table(at)
-    if control is None:
-        return at, judged(known, ALONE)
-    return at, judged((*known, *table_beside(at, control, known)[0]), BESIDE)
-
-
 def _attribution(
-    facts: Facts,
-    known: Iterable[Fact],
-    suspects: tuple[Suspect, ...],
-    *,
-    silent: SilentChange | None,
-    supposed: SilentChange | None = None,
-    control: str | None = None,
-    compared: _Comparison | None = None,
+    facts: Facts, known: Iterable[Fact], suspects: tuple[Suspect, ...], supposed: SupposedCause | None
 ) -> Attribution:
+    notes, changed = [*facts.notes], facts.new_reward
+    if changed is not None and not (facts.outcome is not None and facts.outcome.is_evaluation):
+        notes.append(Statement(code="reward_changed", values=changed.values))
+    since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
+    broken = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return Attribution(
         trace=facts.trace,
         steps=facts.steps_asked,
-        control=control,
-        kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
+        control=None,
+        kind=OBSERVATION,
         num_steps=len(facts.steps),
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
         later=facts.later,
         changes=facts.near,
-        suspects=suspects,
+        suspects=described(facts, suspects) if facts.fall else (),
         facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
-        silent=silent,
         supposed=supposed,
-        not_finite=_not_finite(facts),
-        difference_codes=compared.differences if compared else (),
-        note_codes=(
-            *facts.notes,
-            *(_new_reward(facts) if silent is None else ()),
-            *(compared.notes if compared else ()),
-        ),
+        not_finite=tuple(sorted(broken, key=lambda each: each.step)),
+        note_codes=tuple(notes),
     )
 
 
@@ -218,15 +188,7 @@ _FACTS = (
     ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
     ("order", pa.string()), ("sentence", pa.string()),
 )  # fmt: skip
-_BEFORE = (
-    "from_value",
-    "before",
-    "correlation_before",
-    "before_share",
-    "lag_before",
-    "ratio_before",
-    "distance_before",
-)
+_BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
 """Names under which a fact may hold its value after a change (_BEFORE: before it); the first one present is used."""
 
@@ -247,123 +209,8 @@ def facts_table(database: Database) -> pa.Table:
     return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
 
 
-def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
-    """Return the series that are NaN or infinite until the end of the run, earliest first."""
-    since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
-    found = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
-    return tuple(sorted(found, key=lambda each: each.step))
-
-
-def _new_reward(facts: Facts) -> tuple[Statement, ...]:
-    """Return a note that the reward changed, which may hide a drop; empty without a change or with an evaluation."""
-    found = facts.new_reward
-    if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
-        return ()
-    return (Statement(code="reward_changed", values=found.values),)
-
-
 _FEWEST_STEPS = 3
 """Minimum number of steps before and after a step for comparing how responses end."""
-
-
-def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
-    """Return the change in reward or sampling after which a run's reward no longer measures its policy.
-
-    None if the outcome dropped, an evaluation was logged, or there is no such change.
-    """
-    if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
-        return None
-    beside = None if control is None else _reward_beside(facts, control)
-    places = [place for place in (_reward(facts), _noise(facts), _policy(facts), beside) if place is not None]
-    found = [_judged(facts, control if place is beside else None, *place) for place in places]
-    return max(found, key=lambda change: change.suspects[0].probability, default=None)
-
-
-def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int) -> SilentChange:
-    at, suspects = _judged_at(facts, control, step)
-    # The change itself is certain, so one of the tested suspects caused it.
-    named = [suspect for suspect in suspects if suspect.code != "unknown"]
-    total = sum(suspect.probability for suspect in named)
-    shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]
-    return SilentChange(suspects=described(at, shares), step=step, low=low, high=high)
-
-
-def _reward(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step, and its interval, at which identical responses start to get a consistently different reward."""
-    found = facts.new_reward
-    is_material = found is not None and not facts.rewards_lie_off and facts.reward_moved >= t.REWARD_MOVED
-    if found is None or not is_material or (found.is_rescaled and not facts.pays_length_since):
-        return None
-    return found.step, found.low, found.high
-
-
-def _noise(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step, and its interval, at which reward noise starts that exceeds the earlier range of rewards."""
-    low, high, difference = _pairs(facts.rollouts)
-    least = least_reward(facts.rollouts)
-    differs = np.abs(difference) > least
-    if not differs.any() or facts.rewards_lie_off:
-        return None
-    step, *interval = step_interval(differs, np.full(len(low), -1), high)
-    before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
-    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > ft.MOST:
-        return None
-    apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
-    is_large = apart > float(np.nanmax(before.reward) - np.nanmin(before.reward))
-    return (step, interval[0], interval[1]) if is_large else None
-
-
-def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each pair of consecutive identical responses, return their two steps and the difference in reward."""
-    one, two = successive(rollouts.whole, rollouts.step)
-    difference = rollouts.reward[two] - rollouts.reward[one]
-    known = np.isfinite(difference)
-    return rollouts.step[one][known], rollouts.step[two][known], difference[known]
-
-
-def _policy(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step, and its interval, at which the sampled tokens become unlikely under the trainer.
-
-    From then on, the recorded reward belongs to another policy."""
-    apart = -facts.values("mean_d")
-    known = np.isfinite(apart)
-    steps, apart = facts.steps[known], apart[known]
-    width = max(len(steps) // 10, 5)
-    below = np.flatnonzero(apart <= t.APART)
-    place = int(below[-1]) + 1 if len(below) else 0
-    if len(steps) - place < width:
-        return None
-    first, since = int(np.flatnonzero(apart > t.APART)[0]), int(steps[place])
-    return since, int(steps[first]), since
-
-
-def _reward_beside(facts: Facts, control: Facts) -> tuple[int, int, int] | None:
-    """Return the step, and its interval, at which responses start to be rewarded differently than in the baseline run."""
-    a, b = facts.rollouts, control.rollouts
-    least = least_reward(b)
-    if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
-        return None
-    _, place = np.unique(b.whole, return_index=True)
-    place = place[np.isfinite(b.reward[place])]
-    at = np.searchsorted(b.whole[place], a.whole).clip(max=len(place) - 1)
-    rows = (b.whole[place][at] == a.whole) & np.isfinite(a.reward)
-    step, given, of_control = a.step[rows], a.reward[rows], b.reward[place][at][rows]
-    differs = np.abs(given - of_control) > least
-    if differs.sum() < t.FEW_CHANGED:
-        return None
-    first, *interval = step_interval(differs, np.full(len(step), -1), step)
-    if not unequal_share(a.since(first), "reward", least) <= t.UNEQUAL:
-        return None
-    since = step >= first
-    share = float(differs[since].mean())
-    usual = max(float(of_control[since].std()), 1e-12)
-    if float((given - of_control)[since].std()) < t.REWARD_MOVED * usual:
-        return None
-    chosen = since & differs
-    by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
-    is_by_length = share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS
-    is_other = share >= ft.MOST and correlation(given[since], of_control[since]) <= ft.SAME_ORDER
-    return (first, interval[0], interval[1]) if is_by_length or is_other else None
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:

@@ -45,9 +45,8 @@ _SIDES = {
 }  # fmt: skip
 """Code of a suspect -> the component to fix, named as in check, or `data`."""
 _BY_EVIDENCE = {
-    "engine_disagrees": "engine", "engine_stands_still": "engine", "earlier_weights_of_step": "engine",
-    "earlier_weights_at_distance": "engine", "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine",
-    "trainer_disagrees": "trainer", "logprobs_of_other_rows": "recording", "logprobs_in_other_rows": "recording",
+    "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
+    "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
 """Code of evidence from equal prefixes or rows, which is conclusive by itself -> the component to fix."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
@@ -103,24 +102,15 @@ class Suspect:
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 
-    @property
-    def points(self) -> float:
-        """Sum of points over all evidence, for and against."""
-        return sum(evidence.points for evidence in self.evidence)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SilentChange:
-    """A change after which the recorded reward no longer measures the trained policy, so a drop would go unnoticed."""
+class SupposedCause:
+    """The cause of a drop that only an evaluation would show."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first. If the change is certain by itself, `unknown` is left out."""
+    """Suspects, most probable first; without `unknown` if identical responses get another reward from `step` on."""
     step: int
-    """First step after the change."""
-    low: int
-    """First step of the 95% confidence interval of the change; for a mismatch, the first step at which it is large."""
-    high: int
-    """Last step of the 95% confidence interval of the change."""
+    """Step at which the run's records change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
@@ -174,11 +164,8 @@ class Attribution(Result):
     """All suspects, most probable first; empty if the run has no drop."""
     facts: tuple[Fact, ...] = ()
     """Facts about the run and its differences from the baseline run, strongest first; empty without a drop."""
-    silent: SilentChange | None = None
-    """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
-    supposed: SilentChange | None = None
-    """The most probable cause in case the run got worse without a visible drop; None with a drop, a `silent` change, or
-    no change."""
+    supposed: SupposedCause | None = None
+    """The most probable cause in case the run got worse without a visible drop; None with a drop, or without a change."""
     later: Fall | None = None
     """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()
@@ -189,7 +176,7 @@ class Attribution(Result):
     """Analyses that this trace does not support, with the reasons; their codes are keys in text.NOTES."""
 
     @property
-    def supposed_cause(self) -> SilentChange | None:
+    def supposed_cause(self) -> SupposedCause | None:
         """`supposed` if one suspect is more probable than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE

@@ -75,7 +75,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
     """Return the story, the facts (strongest first), the suspects that cannot be told apart, and SQL for each open question."""
-    change = result.silent or result.supposed
+    change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
     parts = [f"{about}\n{story or verdict_sentence(result)}"]
@@ -121,8 +121,8 @@ def _onset(result: Attribution) -> tuple[int, int] | None:
     """Return the step of the drop, or of the change that may hide one, and the last step at which it can have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
-    change = result.silent or result.supposed
-    return None if change is None else (change.step, change.high)
+    change = result.supposed
+    return None if change is None else (change.step, change.step)
 
 
 def _rows(result: Attribution) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 
 from ...schemas.passes import REFERENCE
 from ..facts import thresholds as ft
-from ..facts.other_rows import is_near
 from ..facts.relations import correlation, explained_by_length, pays_length_otherwise
 from ..facts.rollouts import Rollouts, centred, reward_differences
 from ..facts.two_runs import paired, shared_tokens
@@ -23,16 +22,8 @@ from ..statement import Measured
 from . import thresholds as t
 from .run_facts import Facts
 
-PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, SCORED_ROWS, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
-    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "scored_rows_part",
-    "rewards_part", "rewards_permuted_part", "rewards_by_length_part", "rewards_of_last_step_part", "reference_parts",
-)  # fmt: skip
-ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE = (
-    "advantages_part", "advantages_permuted_part", "advantages_by_distance_part", "advantages_by_surprise_part",
-    "advantages_or_rewards_part", "update_parts",
-)  # fmt: skip
-
-_OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
+SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
+_OF_BATCH = ("advantages_part", "advantages_by_distance_part", "advantages_by_surprise_part")
 """Codes of differences that other prompts in the batch can also cause, through the mean and spread of the batch."""
 _ROUNDING = 1e-9
 """Maximum difference between mean logprobs of two bitwise identical runs, in nats, due to summation order."""
@@ -40,8 +31,6 @@ _FEWEST = 8
 """Minimum number of sequences needed to correlate advantages with another quantity."""
 _FLOAT32 = 1e-10
 """Share of the squared advantages that float32 rounding may leave unexplained."""
-_ASIDE = 5.0
-"""Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _EXACT = 5
 """Number of bitwise identical steps after which any difference counts, however small."""
 
@@ -93,9 +82,9 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # Different prompts also change environment and batch, so they take precedence, except over different weights.
         if beside.share < 1 and (
-            code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
+            code in ("", SAMPLING, "tool_parts", *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
-            code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
+            code, values = "prompts_part", {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
             at = int(shared[number - 1]) if code == UPDATE and number else step
             return Divergence(code=code, step=at, num_before=number, is_sudden=before < _ROUNDING, values=values)
@@ -140,8 +129,6 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         trainer_parts = False  # different responses change the batch's shape, and so the trainer's rounding
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
-    if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
-        return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
         # A low-precision engine may not yet show the change of one update.
@@ -153,21 +140,9 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         assert tokens is not None
         num_other = int((~equal).sum())
         if tokens.num_cut >= t.MOSTLY_CUT * num_other:
-            return CUT, values
-        return (TOOL if tokens.num_in_tool * 2 > num_other else SAMPLING), values
+            return "responses_cut_off", values
+        return ("tool_parts" if tokens.num_in_tool * 2 > num_other else SAMPLING), values
     return _of_rewards(facts, control, beside, step, values) or _of_the_rest(beside, referred, values)
-
-
-def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences whose logprob equals the baseline's logprob for another row."""
-    own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
-    other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
-    if other.sum() < t.FEWEST_SHARED:
-        return 0.0
-    near, by_chance = (
-        float(is_near(own[other] + apart, beside.b.likelihood, least).mean()) for apart in (0.0, _ASIDE * least)
-    )
-    return near if by_chance <= ft.OTHER_ROWS * near else 0.0  # if the policy has little entropy, all rows are similar
 
 
 def _apart_at(facts: Facts, step: int) -> float:
@@ -186,20 +161,20 @@ def _of_rewards(
         return None
     values = values | {"share": float(differs.mean())}
     if np.isnan(a.reward[differs]).any():
-        return REWARDS, values
+        return "rewards_part", values
     earlier = control.rollouts.until(step - 1)
     last = earlier.at_step(int(earlier.step[-1])).reward if len(earlier.step) else np.empty(0)
     if len(last) == len(a.reward) and np.ptp(last) > 0 and np.allclose(a.reward, last, equal_nan=True):
-        return OF_LAST_STEP, values
+        return "rewards_of_last_step_part", values
     is_inverted = np.allclose(a.reward, np.nanmax(b.reward) + np.nanmin(b.reward) - b.reward, equal_nan=True)
     if np.allclose(np.sort(a.reward), np.sort(b.reward), equal_nan=True) and not is_inverted and _are_mixed(b, differs):
-        return PERMUTED, values
+        return "rewards_permuted_part", values
     since = facts.rollouts.since(step)
     explained, direction = explained_by_length(since, control.rollouts)
     by_length = math.copysign(math.sqrt(explained), direction) if explained >= ft.LENGTH_EXPLAINS and direction else 0.0
     if not by_length and differs.mean() >= t.LENGTH_SHARE:
         by_length = pays_length_otherwise(since, control.rollouts)
-    return (BY_LENGTH, values | {"correlation": by_length}) if by_length else (REWARDS, values)
+    return ("rewards_by_length_part", values | {"correlation": by_length}) if by_length else ("rewards_part", values)
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
@@ -215,24 +190,24 @@ def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
 def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) -> tuple[str, dict[str, Measured]]:
     a, b = beside.a, beside.b
     if referred > t.WEIGHTS_DIFFER:
-        return REFERENCE_MODEL, values | {"apart": referred}
+        return "reference_parts", values | {"apart": referred}
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
     if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # some or all signs are flipped
-        return ADVANTAGES, values
+        return "advantages_part", values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
-        return ADVANTAGES_PERMUTED, values
+        return "advantages_permuted_part", values
     if not np.isfinite(a.reward).any():
-        return UNSEEN_REWARDS, values
+        return "advantages_or_rewards_part", values
     of_terms = {
-        KL_TERM: _goes_with(a.advantage, b, b.likelihood - b.reference),
-        ENTROPY_TERM: _goes_with(a.advantage, b, b.likelihood),
+        "advantages_by_distance_part": _goes_with(a.advantage, b, b.likelihood - b.reference),
+        "advantages_by_surprise_part": _goes_with(a.advantage, b, b.likelihood),
     }
     term = max(of_terms, key=lambda code: of_terms[code])
     if of_terms[term] > t.TERM_IN_ADVANTAGE:
         return term, values | {"correlation": of_terms[term]}
-    return ADVANTAGES, values
+    return "advantages_part", values
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:

@@ -1,5 +1,5 @@
-"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a run alone, and
-one for a run beside its baseline run.
+"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a run alone,
+and one for a run beside its baseline run.
 
 Fitted by benchmarks/laboratories/left_out.py on the facts of benchmark runs with a known cause.
 """
@@ -21,33 +21,25 @@ from .fact import Fact, fact
 from .looks import beside, engine, samples, training
 from .run_facts import Facts
 
-_LAGS = ("declared_lag", "declared_lag_grows", "mismatch_grows_beside_lag")
-_OLD = ("earlier_weights",)
-_OF_MISMATCH = (
-    "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights", "check_fails.values",
-    "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later", "mismatch",
-    "returns_to_reference", "not_sampled_so",
-)  # fmt: skip
-_OF_LENGTH = ("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part")
-_OF_REWARD = (
-    "reward_hides_fall.with", "rewards_beyond_range", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
-    "likelier_earned_more.lost", "likelier_earn_less.share", "advantages_changed.mean",
-    "advantages_changed.burst", "rewards",
-)  # fmt: skip
-_OTHER_RULE = ("rewards_of_other_rule", "rewards_changed", "in_other_rows")
-_BY_TREND = ("length_pays.moves", "length_costs.moves")
-_SETTINGS = tuple(f"setting.{code}" for code in SUSPECTS)
-_OF_UPDATE = ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")
-_FRESH = ("declared_fresh",)
-_BY_SIZE = ("mismatch_steady", "mismatch_grows_by_updates", "check_fails.stale")
+_LAGS = ("declared_lag", "declared_lag_grows")
+_OLD = ("earlier_weights", "engine_stands_still")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (_FRESH, _BY_SIZE),
-    (_LAGS, (*_OLD, "engine_moves_on")),
-    ((*_OLD, "engine_stands_still"), _OF_MISMATCH),
-    (_OF_LENGTH, (*_OF_REWARD, "rewards_of_other_rule", "rewards_changed")),
-    (_OTHER_RULE, _BY_TREND),
-    (_SETTINGS, _OF_UPDATE),
-)
+    (("declared_fresh",), ("mismatch_steady", "check_fails.stale")),
+    (_LAGS, ("earlier_weights", "engine_moves_on")),
+    (_OLD, (
+        "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
+        "check_fails.values", "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later",
+        "mismatch", "returns_to_reference", "not_sampled_so",
+    )),
+    (("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part"),
+     (
+        "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
+        "advantages_changed.mean", "advantages_changed.burst", "rewards", "rewards_changed",
+    )),
+    (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
+    (tuple(f"setting.{code}" for code in SUSPECTS),
+     ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),
+)  # fmt: skip
 """Features -> the features that they explain away, applied in this order. Any declared lag explains old weights."""
 
 
@@ -63,7 +55,7 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
         for name in explained if share else ():
             if name in found and name not in explaining:
                 found[name] = replace(found[name], level=found[name].level * (1 - share))
-    is_old = any(abs(found[name].level) > 0.5 for name in (*_OLD, "engine_stands_still") if name in found)
+    is_old = any(abs(found[name].level) > 0.5 for name in _OLD if name in found)
     if is_old and "engine_parts.later" in found:
         found["engine_parts.behind"] = replace(found.pop("engine_parts.later"), group="behind", level=1.0)
     return found

@@ -35,16 +35,6 @@ from ..facts.mismatch import (
     read_run_mismatch,
     read_still_engine,
 )
-from ..facts.other_rows import (
-    KeptRewards,
-    OtherPromptsRewards,
-    ReorderedRewards,
-    ScoredRows,
-    kept_rewards,
-    reordered_rewards,
-    rewards_of_other_prompts,
-    scored_rows,
-)
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.relations import (
@@ -61,16 +51,13 @@ from ..facts.rollouts import (
     RepeatedResponses,
     Rollouts,
     least_reward,
+    moved_rewards,
     read_rollouts,
     repeated_responses,
-    shared_responses,
-    sorted_share,
-    unequal_in_step,
-    unequal_openings,
     unequal_share,
 )
 from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
-from ..statement import Statement
+from ..statement import Measured, Statement
 from ..trace.database import Database
 from ..trace.source import Pair
 from . import thresholds as t
@@ -80,8 +67,6 @@ _BREAK_STEPS = 10
 """Number of steps compared before and after a step to find where advantages stop following rewards."""
 _FEWEST_STEPS = 3
 """Minimum number of steps before and after, each with rewards and advantages that vary within groups."""
-_ONE_TOKEN = 0.5
-"""Two token counts are unequal if they differ by more than this; counts are integers stored as floats."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
 """Number of steps before and after a drop in which rewards are compared with response lengths."""
 _FEWEST_TELLING = 5
@@ -173,20 +158,6 @@ class Facts:
                 return found
         return []
 
-    def is_near(self, change: RecordedChange) -> bool:
-        """Return True if a change is near the drop."""
-        return any(change.series == each.series and change.step == each.step for each in self.near)
-
-    @property
-    def is_held_out(self) -> bool:
-        """True if the evaluation does not drop although the recorded reward does."""
-        return (
-            self.fall is not None
-            and self.outcome is not None
-            and self.outcome.is_evaluation
-            and self.fall.outcome == "reward"
-        )
-
     @property
     def rollouts(self) -> Rollouts:
         """The sequences of the run, with their rewards, advantages and mean logprobs."""
@@ -231,52 +202,18 @@ class Facts:
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
-    @cached_property
-    def reordered(self) -> ReorderedRewards:
-        """Rewards after the onset of the drop, compared with earlier rewards of identical responses."""
-        step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
-        return reordered_rewards(self.rollouts, step)
-
     @property
     def rewards_lie_off(self) -> bool:
         """True if rewards are in the wrong rows of their step."""
-        is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
-        return (
-            self.repeated.lies_off
-            or is_reordered
-            or self.graded_elsewhere is not None
-            or self.moved_rewards is not None
-            or self.sorted_in_groups is not None
-        )
+        return self.repeated.lies_off or self.moved_rewards is not None
 
     @cached_property
-    def moved_rewards(self) -> KeptRewards | None:
+    def moved_rewards(self) -> dict[str, Measured] | None:
         """Rewards that stop correlating with likelihood at a step although their distribution is unchanged, or None."""
         step = self.moves.breaks("relation")
         if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
             return None
-        kept = kept_rewards(self.rollouts, step)
-        return kept if kept is not None and kept.are_same else None
-
-    @cached_property
-    def sorted_in_groups(self) -> tuple[float, float] | None:
-        """Share of groups with sorted rewards, after and before the drop; None unless sorting began with the drop."""
-        since, by_chance = sorted_share(self.since_fall)
-        if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
-            since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
-        if self.fall is None or not since >= t.SORTED or not by_chance <= t.SORTED_BY_CHANCE:
-            return None
-        before, _ = sorted_share(self.rollouts.until(min(self.breaks, self.fall.interval[0]) - 1))
-        return None if not before <= t.SORTED_BY_CHANCE else (since, before)
-
-    @cached_property
-    def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards equal to those that the same responses got under another prompt; None unless most are."""
-        found = self.changed_rewards
-        if found is None or found.share <= ft.MOST:
-            return None
-        graded = rewards_of_other_prompts(self.rollouts, found.step)
-        return graded if graded is not None and graded.explains else None
+        return moved_rewards(self.rollouts, step)
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
@@ -297,17 +234,12 @@ class Facts:
         return near if found is None or found.is_rescaled else found
 
     @cached_property
-    def unequal_in_step(self) -> tuple[float, float]:
-        """Share of pairs of identical responses in a step with different rewards: after the onset and well before it."""
-        return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
-
-    @cached_property
     def pays_length_since(self) -> float:
         """Correlation of length with reward changes of identical responses, if length explains these changes; else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
-        since, before = found.around(self.rollouts)
+        since, before = self.rollouts.since(found.step), self.rollouts.until(found.step - 1)
         explained, direction = explained_by_length(since, before)
         if explained >= ft.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)
@@ -337,18 +269,6 @@ class Facts:
         return (usual, now) if usual < t.LENGTH_LITTLE and now >= t.LENGTH_MOST else None
 
     @cached_property
-    def reward_moved(self) -> float:
-        """Standard deviation of identical responses' reward changes relative to earlier rewards; 0 if unknown."""
-        found = self.changed_rewards
-        if found is None:
-            return 0.0
-        since, before = found.around(self.rollouts)
-        at, of = shared_responses(since, before)
-        other, usual = since.reward[at] - before.reward[of], before.reward
-        other, usual = other[np.isfinite(other)], usual[np.isfinite(usual)]
-        return float(other.std() / max(float(usual.std()), 1e-12)) if len(other) and len(usual) else 0.0
-
-    @cached_property
     def changed_reference(self) -> ChangedResponses | None:
         """Identical responses that the reference model starts to score differently at some step, or None.
 
@@ -359,14 +279,6 @@ class Facts:
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
         is_other = found is not None and found.share > ft.MOST and not found.share_before > t.WAS_THERE * found.share
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
-
-    @cached_property
-    def changed_masks(self) -> ChangedResponses | None:
-        """Identical responses whose loss mask changes at a step near the drop, or None."""
-        if self.fall is None or not self.rollouts.num_masked.any():
-            return None
-        found = self._given_otherwise("num_masked", _ONE_TOKEN)
-        return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
         """Find identical responses whose value changes by more than `least` near the drop, or at any step without a
@@ -421,22 +333,11 @@ class Facts:
         return overall if abs(overall) > ft.LENGTH_EXPLAINS else math.nan
 
     @cached_property
-    def reward_beside(self) -> tuple[float, float] | None:
-        """The recorded reward before the evaluation drops and at the end of the run; None without an evaluation."""
-        values = self.values("reward")
-        known = np.flatnonzero(np.isfinite(values))
-        if self.outcome is None or not self.outcome.is_evaluation or self.fall is None or len(known) < 9:
-            return None
-        width = max(len(known) // 10, 3)
-        until = known[self.steps[known] <= max(self.fall.step, self.steps[known[2]])]
-        return float(values[until][-width:].mean()), float(values[known[-width:]].mean())
+    def advantages_break(self) -> int | None:
+        """The step at which advantages stop following rewards within groups; None if there is none up to the drop.
 
-    @cached_property
-    def advantages_break(self) -> tuple[int, float, float] | None:
-        """The step at which advantages stop following rewards within groups, and the correlations before and after it.
-
-        None if there is no such step up to the drop. Steps are compared one by one, because a policy trained on wrong
-        advantages may soon get equal rewards everywhere.
+        Steps are compared one by one, because a policy trained on wrong advantages may soon get equal rewards
+        everywhere.
         """
         if self.fall is None:
             return None
@@ -448,7 +349,7 @@ class Facts:
                 continue
             until = follows[place : max(last, place + _FEWEST_STEPS)]
             if since.max() < min(t.ADVANTAGE_FOLLOWS, float(before.min())) and np.median(until) < t.ADVANTAGE_FOLLOWS:
-                return int(steps[place]), float(np.median(before)), float(np.median(since))
+                return int(steps[place])
         return None
 
     @cached_property
@@ -461,55 +362,14 @@ class Facts:
         """The first step of the drop, or the step at which rewards or advantages went wrong if that is earlier."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
-        broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
+        broken = (self.moves.breaks("relation"), self.advantages_break)
         return min((step for step in broken if step is not None), default=self.fall.low)
-
-    @cached_property
-    def scored_rows(self) -> ScoredRows | None:
-        """The trainer's logprobs matched with engine logprobs of other rows; None unless this explains the mismatch."""
-        begins = _mismatch_begins(self)
-        if begins is None:
-            return None
-        usual = self.values("mean_abs_d")[:begins]
-        least = max(3 * float(np.nanmedian(usual)), t.SAME_LOGPROB) if np.isfinite(usual).any() else t.SAME_LOGPROB
-        found = scored_rows(self.rollouts, int(self.steps[begins]), least)
-        return found if found is not None and found.explains else None
-
-    @cached_property
-    def grows_from_nothing(self) -> bool:
-        """True if the mismatch starts small and grows several-fold within a few updates."""
-        step = self.moves.step("mean_abs_d")
-        values = self.values("mean_abs_d")
-        if step is None:
-            return False
-        place = int(np.searchsorted(self.steps, step))
-        first, later = values[place : place + 2], values[place + 8 : place + 13]
-        known = np.isfinite(later)
-        return bool(known.any()) and float(np.nanmean(first)) < t.FROM_NOTHING * float(np.median(later[known]))
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
         """Logprobs of repeated prefixes after the mismatch begins, which show whether the engine's weights changed."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
-
-    @cached_property
-    def disagreeing(self) -> tuple[float, float]:
-        """Share of identical prefixes in a step that get two different logprobs from the engine, and from the trainer.
-
-        Measured after the onset of the mismatch; 0 if they differed before it as well.
-        """
-        begins = _mismatch_begins(self)
-        # If the mismatch is small, batch-dependent rounding alone can give two different logprobs.
-        if begins is None or self.mismatch is None or self.mismatch.size <= t.SMALL_MISMATCH:
-            return 0.0, 0.0
-        step = int(self.steps[begins])
-        since, before = unequal_openings(self.rollouts.since(step)), unequal_openings(self.rollouts.until(step - 1))
-        engine, trainer = (
-            now if now >= t.DISAGREES and not usual > t.AGREES else 0.0
-            for now, usual in zip(since, before, strict=True)
-        )
-        return engine, trainer
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:

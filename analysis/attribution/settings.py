@@ -82,11 +82,6 @@ def is_setting(name: str) -> bool:
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
-def is_learning_rate(setting: str) -> bool:
-    """Return True if the last word of a name says that the setting is a learning rate."""
-    return re.split(r"[/.]", setting.lower())[-1] in _OPTIMIZER["learning_rate"]
-
-
 def read_settings(database: Database) -> dict[str, Any]:
     """Return hyperparameter name -> number or text; optimizer settings also appear under the common names in _OPTIMIZER."""
     settings = read_hyperparameters(database)

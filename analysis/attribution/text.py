@@ -12,7 +12,7 @@ from ..facts.recorded import change_sentence, interval_text
 from ..facts.series import FLAT, Fall
 from ..rows import of_steps, shown
 from ..statement import Statement, sentences
-from .attribution import Attribution, NotFinite, SilentChange, Suspect
+from .attribution import Attribution, NotFinite, Suspect
 
 _MOST_CHANGES = 12
 """Maximum number of recorded changes listed in the text."""
@@ -27,15 +27,6 @@ EVIDENCE: Mapping[str, str] = {
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
-    "entropy_parts_first": "since the first differing update, entropy is higher than in the baseline run, as with an entropy bonus",
-    "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is subtracted from it",
-    "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is added to it",
-    "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
-    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after that step",
-    "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
-    "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
-    "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
-    "mismatch_grows_by_updates": "starting at step {step}, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
     "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
     "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
@@ -44,103 +35,72 @@ EVIDENCE: Mapping[str, str] = {
     "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from the loss",
     "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to the loss",
     "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: too much for a loss term",
-    "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than that of the baseline run",
-    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
     "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): these tokens are not sampled from the logprobs that the engine returns",
-    "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the engine but only one from the trainer: the engine's computation is noisy",
-    "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, now none is, and {cut_share:.0%} end exactly there",
-    "endings_become_one": "{share:.0%} of the responses at step {step} end with token {token} (previously {before_share:.0%}) and are shorter than before: generation now stops at this token",
-    "endings_change": "starting at step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
-    "endings_shift": "by step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}), and the share grows",
-    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
+    "endings_change": "starting at step {step}, up to {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
-    "advantages_by_distance": "since the drop, advantages within groups follow the distance to the reference (correlation {correlation:.2f}, {correlation_before:.2f} before): a KL term dominates them",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as under a strong KL term",
-    "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference (correlation {correlation:.2f}), as a KL term would",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-    "advantages_turn": "starting at step {step}, advantages within groups decrease as rewards increase (correlation {correlation:.2f}, {correlation_before:.2f} before)",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
-    "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the drop, {before_share:.0%} before",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
     "engine_stands_still": "of {num_openings:,} repeated prefixes, {still_share:.0%} have the same engine logprobs as at earlier steps, bit for bit, and {trainer_share:.0%} have the same trainer logprobs: the engine gets no new weights",
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is {mean_abs_d:.2g} nats",
-    "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: the lag did not cause it",
     "earlier_weights_of_step": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's at step {version}: the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for {num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
     "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that lag a few updates behind",
-    "learning_rate_spike_before_fall": "starting at step {step}, before the drop begins, the learning rate is {factor:.3g} times its median",
-    "learning_rate_spike_at_fall": "starting at step {step}, where the drop begins, the learning rate is {factor:.3g} times its median",
+    "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
     "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
-    "update_bursts": "by then, {num_updates} updates were more than {burst_factor:g} times as large as the median update, the largest {max_factor:.3g} times",
-    "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step have different rewards ({before_share:.1%} before): the reward depends on more than the response",
-    "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward from then on, while identical responses within a step get equal rewards: the reward rule changed",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards, {mean_difference:.2g} apart on average",
-    "likelier_earn_less": "where the drop begins, more likely responses get lower rewards in {negative_share:.0%} of the groups (mean correlation {correlation:.2f}), as if the reward were inverted",
-    "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
-    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
-    "rewards_beyond_range": "{share:.0%} of the rewards since the drop exceed all earlier ones, up to {highest:.3g} (earlier maximum {highest_before:.3g})",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: it rewards something else",
-    "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
-    "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
-    "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
-    "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if the first members of all groups come before all second members, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
-    "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
-    "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
-    "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
-    "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one step late",
-    "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
-    "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
+    "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with {order}, only {unequal_ordered_share:.0%} do",
     "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
-    "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward that they got earlier under the prompt at offset {shift:+d} in the step ({chance_share:.0%} expected by chance): responses are graded against the wrong prompt",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-    "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are put in the order in which responses of these lengths finish, only {unequal_shifted_share:.0%} do",
-    "logprobs_of_other_rows": "starting at step {step}, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's logprobs of another response of the step ({chance_share:.0%} match a response of the previous step): logprobs are in the wrong rows",
     "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
     "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
-    "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): an entropy bonus or a penalty in the reward dominates them",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
-    "likelier_earned_more": "where the drop begins, likelihood and reward have a correlation of {correlation:.2f} within groups ({correlation_before:.2f} before)",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
-    "entropy_lower": "since the first differing update, entropy is lower than in the baseline run",
-    "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
     "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
+    "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
+    "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
+    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
+    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
+    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, now none is, and {cut_share:.0%} end exactly there",
+    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""
 
 UNITS: Mapping[str, str] = {
-    "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
-    "chance_share": "0 to 1", "correlation": "-1 to 1", "correlation_before": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "farther": "nats", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step", "highest": "rewards", "highest_before": "rewards", "in_sd": "standard deviations",
-    "lag": "updates", "lag_before": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
-    "max_factor": "times the median", "mean": "rewards", "mean_before": "rewards", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
-    "longest_before": "tokens", "num_agreeing": "count", "num_equal": "count", "token": "id", "version": "step, or steps before",
-    "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
-    "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
-    "series": "name", "to_value": "the series'",
-    "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
-    "step": "step", "still_share": "0 to 1", "surprisal": "nats", "trainer_share": "0 to 1", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
-    "value": "the setting's",
+    "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
+    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
+    "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
+    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
+    "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
+    "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
+    "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",
+    "reward_before": "rewards", "series": "name", "setting": "name", "share": "0 to 1", "step": "step",
+    "still_share": "0 to 1", "surprisal": "nats", "to_value": "the series'", "trainer_share": "0 to 1",
+    "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
+    "value": "the setting's", "version": "step, or steps before",
 }  # fmt: skip
 """Name of a number in a sentence -> its unit."""
 
@@ -156,7 +116,6 @@ DIFFERENCES: Mapping[str, str] = {
     "(by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
     "(by {apart:.2g} nats) but the engine's do not",
-    "scored_rows_part": "first difference at step {step}: the trainer's logprobs equal the baseline's logprobs for other rows",
     "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: the rewards are those of the baseline in a different order",
     "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
@@ -233,13 +192,12 @@ def verdict_sentence(result: Attribution) -> str:
         return "Cannot detect a collapse: rewards or evaluations were recorded at fewer than three steps."
     if result.fall is None:
         calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise{later_clause(result.later)}"
-        if result.silent is not None:
-            return f"{calm}, but {silent_clause(result.silent)}."
         if any(note.code == "reward_changed" for note in result.note_codes):
-            return f"{calm}, but the reward itself changed (see the note)."
-        if result.supposed_cause is not None:
-            return f"{calm}. {supposed_clause(result.supposed_cause)}."
-        return f"{calm}."
+            calm += ", but the reward itself changed (see the note)"
+        if (supposed := result.supposed_cause) is None:
+            return f"{calm}."
+        cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
+        return f"{calm}. If an evaluation does show a drop, {cause}."
     fall, interval = result.fall, interval_text(*result.fall.interval)
     where = f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval}, {fall.before:.3g} to {fall.after:.3g}"
     if fall.kind == FLAT:
@@ -267,21 +225,6 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
         subject = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         parts.append(f"{subject} NaN or infinite from step {step} until the end")
     return ", ".join(parts)
-
-
-def silent_clause(silent: SilentChange) -> str:
-    """Return a clause: since which step the recorded reward no longer measures the policy, and the likely cause."""
-    first = silent.suspects[0]
-    return (
-        f"starting at step {silent.step} (interval {silent.low}-{silent.high}) the reward no longer measures the trained policy; most likely "
-        f"cause: {first.titled()}. Only an evaluation can show whether the run does worse"
-    )
-
-
-def supposed_clause(supposed: SilentChange) -> str:
-    """Return a clause that names the likely cause, and the step, of a drop that only an evaluation would show."""
-    first = supposed.suspects[0]
-    return f"If an evaluation does show a drop, the most likely cause is {first.titled()}, starting at step {supposed.step}"
 
 
 def _cause(result: Attribution) -> str:
@@ -317,7 +260,7 @@ def attribution_text(result: Attribution) -> str:
         )
     if result.changes:
         parts.append(_changes(result))
-    change = result.silent or (result.supposed_cause if result.fall is None else None)
+    change = result.supposed_cause
     suspects = change.suspects if change else result.suspects
     parts += [_suspect(suspect) for suspect in suspects if suspect.probability >= _SHOWN]
     others = [f"{s.title} {s.probability:.1%}" for s in suspects if s.probability < _SHOWN]
@@ -333,20 +276,14 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
         "facts": [asdict(each) | {"sentence": evidence_sentence(each)} for each in result.facts],
-        "silent": _silent_json(result.silent),
-        "supposed": _silent_json(result.supposed),
+        "supposed": result.supposed
+        and asdict(result.supposed) | {"suspects": [_suspect_json(each) for each in result.supposed.suspects]},
         "sentence": verdict_sentence(result),
         "cause": result.cause,
         "differences": difference_sentences(result),
         "notes": note_sentences(result),
         "first_suspect": None if result.first_suspect is None else result.first_suspect.code,
     }
-
-
-def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return asdict(found) | {"suspects": [_suspect_json(each) for each in found.suspects]}
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:

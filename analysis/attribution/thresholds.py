@@ -11,9 +11,6 @@ OF_NO_SCATTER = 10.0
 """A change in an input is deliberate if it has at least this size, in standard deviations."""
 BEGUN = 0.1
 """The mismatch has begun once it reaches this share of its size at the onset of the drop."""
-DISAGREES, AGREES = 0.3, 0.05
-"""Share of prefixes repeated within a step that get two different logprobs. The trainer or the engine is non-deterministic, or scores other
-rows, if this share is at least DISAGREES after the onset of the mismatch and at most AGREES before it. Of 11 such collapses, eight were engine noise, one a lagging replica, two dropout in the trainer."""
 LAG_GROWS = 2.0
 """Sampling has fallen behind if its lag is at least this many times the usual one; slow sequences alone cause less."""
 LEARNED = 0.1
@@ -21,15 +18,6 @@ LEARNED = 0.1
 WAS_THERE = 0.5
 """Reward noise is a possible cause only if the noise before the drop is at most this share of the noise after it; a run
 that learned despite the noise did not collapse from it."""
-UNEQUAL = 0.01
-"""The reward is deterministic if at most this share of repeated responses gets two different rewards; a few come from
-verifier timeouts.
-"""
-SORTED = 0.9
-"""Rewards have been sorted if at least this share of the groups with unequal rewards has them in sorted order."""
-SORTED_BY_CHANCE = 0.5
-"""Sorted groups are evidence only if their share before the drop, and by chance, is at most this; rows always recorded
-in sorted order show nothing."""
 ADVANTAGE_FOLLOWS = 0.3
 """If every group has one member, advantages follow rewards if their correlation within a step is at least this; a critic
 may remove most of the reward."""
@@ -40,8 +28,6 @@ CHANGED = 0.05
 """Maximum share of responses whose reward may change under the same verifier."""
 FEW_CHANGED = 10
 """The verifier has changed only if at least this many responses get a different reward."""
-APART = 1.0
-"""The sampled policy is not the trained one if engine and trainer logprobs differ by more than this, in nats per token."""
 ABRUPT = 10.0
 """The mismatch grows abruptly if it grows at least by this factor in one step; training alone causes less."""
 MISMATCH_DIFFERS = 3.0
@@ -66,17 +52,6 @@ TERM_IN_ADVANTAGE = 0.75
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
 """Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
 rewards have come to depend on length."""
-FROM_NOTHING = 0.25
-"""The mismatch grows update by update if it starts below this fraction of its size some steps later."""
 WEIGHTS_DIFFER = 1e-5
 """Two trainers hold different weights if their mean logprobs for a response differ by more than this, in nats; fp32
 kernels cause 1e-7."""
-SAME_LOGPROB = 1e-4
-"""Minimum tolerance, in nats, when comparing mean logprobs for the same tokens under the same weights. The tolerance is three times the earlier
-mismatch if that is larger."""
-REWARD_MOVED = 0.1
-"""The reward no longer measures the policy if the reward changes of identical responses have at least this fraction of the
-rewards' standard deviation. The fraction was at least 0.19 in 7 runs harmed by a length penalty, and 0.05 in an unharmed
-one."""
-SMALL_MISMATCH = 0.03
-"""Mean |d|, in nats, up to which rounding that depends on the batch can give equal prefixes two different logprobs."""

@@ -201,12 +201,11 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
     """Return the coarser dtype of the two passes, which determines the size of a mismatch; None if neither is known."""
-    known = [side.coarsest for side in sides if side.coarsest in _ORDER]
-    return _coarsest(known)
+    return _coarsest(side.coarsest for side in sides)
 
 
 def _coarsest(dtypes: Iterable[str | None]) -> str | None:
-    return max((dtype for dtype in dtypes if dtype), key=_ORDER.index, default=None)
+    return max((dtype for dtype in dtypes if dtype in _ORDER), key=_ORDER.index, default=None)
 
 
 _ORDER = ("float32", "float16", "bfloat16", "float8")

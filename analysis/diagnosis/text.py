@@ -13,7 +13,6 @@ from ..attribution.text import (
     evidence_sentence,
     later_clause,
     not_finite_clause,
-    silent_clause,
     unsure_clause,
 )
 from ..check.check import CheckResult
@@ -48,8 +47,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
-        if attribution.silent is not None:
-            calm = f"No drop of {attribution.outcome} detected, but {silent_clause(attribution.silent)}"
+        if changed := [note for note in attribution.note_codes if note.code == "reward_changed"]:
+            calm += f", but the reward changed at step {changed[0].values['step']}"
         if not attribution.outcome:
             calm = f"No reward or evaluation was recorded at {MIN_VALUES} or more steps"
         if broken:

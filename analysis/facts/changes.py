@@ -301,7 +301,7 @@ _BASE = 15
 _FEWEST = 4
 _NEXT = 3
 """Number of steps checked after a change; at least two of them must be at the new level."""
-_LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
+_LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale -> minimum scatter assumed, as a natural logarithm."""
 POLICY = ("sampled", "trained", "entropy", "length")
 """Series that change only if the policy changes."""
@@ -340,10 +340,8 @@ class Moves:
     """Quantities measured around the drop of a run, and the steps at which they leave their earlier level."""
 
     columns: Mapping[str, Quantity]
-    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`:
-    mean logprob of the responses under the engine and the trainer; `distance`: `trained` minus the mean under the
-    reference. Correlations within groups: `relation` between likelihood and reward, `follows` between advantage and
-    reward, `leaves` between advantage and distance, `surprises` between advantage and information."""
+    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`; `sampled` and `trained`: mean logprob of the responses
+    under the engine and the trainer; `relation`: correlation between likelihood and reward within groups."""
     first: int
     """First step at which a change may have caused the drop."""
     last: int
@@ -393,20 +391,15 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
     """Read the quantities to check for changes, and the range of steps in which a change could have caused the drop."""
     found = {
-        "sampled": (*rollouts.sampled_by_step, 0.005),
-        "trained": (*rollouts.likelihood_by_step, 0.005),
-        "distance": (*rollouts.reference_distance_by_step, 0.005),
+        "sampled": (*rollouts.by_step(rollouts.sampled), 0.005),
+        "trained": (*rollouts.by_step(rollouts.likelihood), 0.005),
         "relation": (*relation_by_step(rollouts, "likelihood", "reward"), 0.05),
-        "leaves": (*relation_by_step(rollouts, "distance", "advantage"), 0.05),
-        "follows": (*relation_by_step(rollouts, "reward", "advantage"), 0.05),
-        "surprises": (*relation_by_step(rollouts, "information", "advantage"), 0.05),
     }
     for name, least in _LOGARITHMS.items():
         if name in series:
             found[name] = (series[name].steps, np.log(np.maximum(series[name].values, 1e-6)), least)
-    for name, share in (("reward", 0.02), ("loss", 0.02)):
-        if name in series:
-            found[name] = (series[name].steps, series[name].values, share * float(np.nanstd(series[name].values)))
+    if (reward := series.get("reward")) is not None:
+        found["reward"] = (reward.steps, reward.values, 0.02 * float(np.nanstd(reward.values)))
     columns = {}
     for name, (steps, values, least) in found.items():
         known = np.isfinite(values)

@@ -31,11 +31,6 @@ SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS 
        count(*) / count(DISTINCT group_id) AS group_size, avg(temperature) AS temperature
 FROM sequences GROUP BY step ORDER BY step
 """
-_TOKENS = """
-SELECT step, token, count(*) AS n
-FROM (SELECT step, unnest(prompt_ids) AS token FROM sequences WHERE hash(seq_id) % {every} = 0)
-GROUP BY ALL ORDER BY step, token
-"""
 _PLACES = """
 SELECT step, hash(place, token) AS token, count(*) AS n
 FROM (
@@ -48,12 +43,6 @@ FROM (
 GROUP BY ALL ORDER BY step, token
 """
 """Tokens with their positions, counted from the start and from the end of the prompt."""
-_PATTERNS = """
-SELECT step, hash(list_transform(prompt_ids[1:{most}], lambda token: list_position(prompt_ids, token))) AS token, count(*) AS n
-FROM sequences WHERE hash(seq_id) % {every} = 0
-GROUP BY ALL ORDER BY step, token
-"""
-"""For each prompt position, the first position with the same token: the repetition pattern, independent of the ids."""
 _MOST_PLACES = 12
 """Number of tokens at either end of a prompt whose positions are compared."""
 _NEW = """
@@ -94,9 +83,7 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_shift": (PROMPTS, LINEAR, "total variation distance between the prompt tokens and those of the first tenth of the run"),
     "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of (position, token) pairs near both ends of prompts from those of the first tenth of the run"),
-    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of repetition patterns in prompts from those of the first tenth of the run"),
     "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of prompts that never occur at that position in the first quarter of the run"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that occur in no earlier step"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
@@ -142,53 +129,31 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
-    return found | _shift(database)
+    return found | _places(database)
 
 
-def _shift(database: Database) -> dict[str, Column]:
-    """Return the distance of each step's prompt tokens from those of the first tenth of the run."""
+def _places(database: Database) -> dict[str, Column]:
+    """Return how the tokens near the ends of each step's prompts differ from those of the first part of the run.
+
+    Steps of that part, a tenth or a quarter of the run, are NaN. Empty if the table of counts would be too large."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
-    found: dict[str, Column] = {}
-    for name, query in (("prompt_shift", _TOKENS), ("prompt_form_shift", _PLACES), ("prompt_pattern_shift", _PATTERNS)):
-        rows = database.connection.execute(query.format(every=every, most=_MOST_PLACES)).fetchnumpy()
-        table = _by_token(*(np.asarray(rows[column]) for column in ("step", "token", "n")))
-        if table is None:
-            continue
-        found[name] = _from_first(*table)
-        if query is _PLACES:
-            found["share_new_places"] = _never_before(*table)
-    return found
-
-
-def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the [n] steps and their [n, num_tokens] counts, or None if the table would be too large."""
-    steps, at = np.unique(step.astype(np.int64), return_inverse=True)
-    tokens, column = np.unique(token, return_inverse=True)
+    rows = database.connection.execute(_PLACES.format(every=every, most=_MOST_PLACES)).fetchnumpy()
+    steps, at = np.unique(np.asarray(rows["step"], np.int64), return_inverse=True)
+    tokens, column = np.unique(np.asarray(rows["token"]), return_inverse=True)
     if not len(steps) or len(steps) * len(tokens) > 50_000_000:
-        return None
+        return {}
     counts = np.zeros((len(steps), len(tokens)))
-    counts[at, column] = n.astype(float)
-    return steps, counts
-
-
-def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the total variation distance of each step's tokens from those of the first tenth of the run.
-
-    Steps in the first tenth, the basis of the comparison, are NaN."""
-    begins = max(len(steps) // 10, 3)
-    first = counts[:begins].sum(axis=0)
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    apart = 0.5 * np.abs(shares - first / first.sum()).sum(axis=1)
-    return steps, np.where(np.arange(len(steps)) < begins, np.nan, apart)
-
-
-def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the share of each step's tokens that do not occur in the first quarter of the run; NaN within that quarter."""
-    begins = max(len(steps) // 4, 3)
-    is_new = counts[:begins].sum(axis=0) == 0
-    share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
-    return steps, np.where(np.arange(len(steps)) < begins, np.nan, share)
+    counts[at, column] = np.asarray(rows["n"], float)
+    total, place = counts.sum(axis=1), np.arange(len(steps))
+    tenth, quarter = (max(len(steps) // part, 3) for part in (10, 4))
+    usual, is_new = counts[:tenth].sum(axis=0), counts[:quarter].sum(axis=0) == 0
+    apart = 0.5 * np.abs(counts / total[:, None] - usual / usual.sum()).sum(axis=1)
+    new = counts[:, is_new].sum(axis=1) / total  # divided once, so that equal steps have equal values
+    return {
+        "prompt_form_shift": (steps, np.where(place < tenth, np.nan, apart)),
+        "share_new_places": (steps, np.where(place < quarter, np.nan, new)),
+    }
 
 
 def _of_reference(database: Database) -> dict[str, Column]:
@@ -216,7 +181,7 @@ def _of_metrics(database: Database) -> Iterator[Series]:
         if name.startswith(HYPERPARAMETER):
             held = every[every >= at[0]]
             filled = value[np.searchsorted(at, held, side="right") - 1]
-            is_set = is_held(filled) or (begins_held(filled) and not _is_learning_rate(str(name)))
+            is_set = is_held(filled) or (begins_held(filled) and not is_learning_rate(str(name)))
             kind = SETTING if is_set else LOGGED
             yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
         elif is_held(value):
@@ -249,7 +214,7 @@ def begins_held(values: np.ndarray) -> bool:
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
-def _is_learning_rate(name: str) -> bool:
+def is_learning_rate(name: str) -> bool:
     """Return True if a setting is a learning rate, which schedules change at every step."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}

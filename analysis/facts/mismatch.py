@@ -19,7 +19,7 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
-from .series import Column, Fall, Series, by_step, columns_of
+from .series import Fall, Series, by_step, columns_of, named
 
 _KEPT = """
 SELECT step, sum(num_tokens) AS n, sum(sum_d) AS d, sum(sum_abs_d) AS abs_d, sum(sum_k3) AS total_k3,
@@ -40,8 +40,8 @@ GROUP BY step ORDER BY step
 class StepMismatch:
     """The mismatch between two passes over the same tokens, by step."""
 
-    columns: list[Column]
-    estimate: Column | None
+    columns: list[Series]
+    estimate: Series | None
     """-mean logprob of pass a, which estimates the entropy in nats; None if the values come from stored sums."""
 
 
@@ -69,7 +69,7 @@ def _gap(rows: dict[str, np.ndarray], pair: Pair) -> StepMismatch:
     estimate = None
     if "estimate" in rows and len(n):
         source = f"estimated as -mean logprob of {pair[0]}, nats"
-        estimate = Column("entropy", rows["step"], rows["estimate"], source)
+        estimate = named("entropy", rows["step"], rows["estimate"], source)
     return StepMismatch(columns_of(rows, sources), estimate)
 
 

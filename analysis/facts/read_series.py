@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from .mismatch import read_step_mismatch
-from .series import KINDS, Column, Series, by_step, columns_of, is_evaluation, named
+from .series import KINDS, Series, by_step, columns_of, is_evaluation, named
 
 _ENTROPY = """
 SELECT step, avg({value}) AS entropy
@@ -76,41 +76,34 @@ _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_res
 _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))"
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The optional score columns that a run recorded; they determine the source of each series for all steps."""
-
-    entropy: frozenset[str] = frozenset()
-    """Passes with token entropies."""
-    version: frozenset[str] = frozenset()
-    """Passes with a recorded policy version."""
-
-    def __or__(self, other: Given) -> Given:
-        return Given(self.entropy | other.entropy, self.version | other.version)
+Given = frozenset[tuple[str, str]]
+"""The optional score columns that a run recorded, with their passes; they determine the source of each series for all
+steps."""
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Return the optional score columns that have values, by pass."""
-    return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
+    """Return the token entropies and policy versions that have values, by pass."""
+    columns = ("entropy", "policy_version")
+    return frozenset((column, name) for column in columns for name in passes_with(database, column, run))
 
 
 def read_entropy(
     database: Database,
     run: str,
     pass_a: str,
-    metrics: list[Column],
-    estimate: Column | None,
+    metrics: list[Series],
+    estimate: Series | None,
     given: Given | None = None,
-) -> list[Column]:
+) -> list[Series]:
     """Read the token entropy of `train` or `current`; if it is missing, the logged entropy in `metrics`, else an
     estimate.
 
     The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
     describes the whole run if the database has only some of its steps.
     """
-    given = given or read_given(database, run)
+    given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
-        if name in given.entropy:
+        if ("entropy", name) in given:
             what = f"mean entropy over the tokens of {name}, nats"
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
@@ -123,10 +116,10 @@ def read_entropy(
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
 
 
-def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
+def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
     """Read the number of updates between sampling and loss, and between passes b and a; `given` is as in read_entropy."""
-    given = given or read_given(database, run)
-    loss = "current" if "current" in given.version else "train"
+    given = read_given(database, run) if given is None else given
+    loss = "current" if ("policy_version", "current") in given else "train"
     # If an engine's score has no policy version of its own, the sequence's version applies.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
@@ -137,7 +130,7 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
     return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
 
 
-def read_clipping(database: Database, run: str) -> list[Column]:
+def read_clipping(database: Database, run: str) -> list[Series]:
     """Read the share of tokens with an advantage that the recorded loss clips, as defined in analysis.objective.
 
     Empty if the recorded loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
@@ -205,7 +198,7 @@ def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
     return {name: found[name] for name in KINDS if name in found}
 
 
-def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
+def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
     metrics = read_logged(database, run)
     step_mismatch = read_step_mismatch(database, pair, run)
     sources = (
@@ -224,11 +217,11 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
         yield from found
 
 
-def on_steps(steps: np.ndarray, column: Column) -> Series:
-    """Return a column as a series over `steps`, with NaN at steps that the column lacks."""
+def on_steps(steps: np.ndarray, series: Series) -> Series:
+    """Return a series over more steps, with NaN at those that it lacks."""
     values = np.full(len(steps), np.nan)
-    values[np.searchsorted(steps, column.steps)] = column.values
-    return named(column.name, steps, values, column.source, column.not_finite, column.logged)
+    values[np.searchsorted(steps, series.steps)] = series.values
+    return replace(series, steps=steps, values=values)
 
 
 def _run(database: Database, run: str | None) -> str:
@@ -274,7 +267,7 @@ ORDER BY name
 """
 
 
-def read_logged(database: Database, run: str) -> list[Column]:
+def read_logged(database: Database, run: str) -> list[Series]:
     """Read the logged series, averaged over processes."""
     chosen = _chosen(database, run)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
@@ -302,10 +295,10 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
     return found
 
 
-def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Column:
+def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
     steps = np.array([step for step, _, _ in rows], np.int64)
     broken = np.array([count > 0 for _, _, count in rows], bool)
-    return Column(
+    return named(
         series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken], name
     )
 
@@ -335,7 +328,7 @@ _MOST = 0.5
 """Above this share of NaN or infinite rewards, the reward of a step counts as not finite."""
 
 
-def read_sampled(database: Database, run: str) -> list[Column]:
+def read_sampled(database: Database, run: str) -> list[Series]:
     """Read rewards and lengths by step."""
     sequences = by_step(database, _SEQUENCES, {"run": run})
     groups = by_step(database, _GROUPS, {"run": run})
@@ -360,7 +353,7 @@ def read_sampled(database: Database, run: str) -> list[Column]:
     ]
 
 
-def read_changed(database: Database, run: str) -> list[Column]:
+def read_changed(database: Database, run: str) -> list[Series]:
     """Read the share of weight elements whose bits changed at each version; only metadata is read."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
@@ -378,4 +371,4 @@ def read_changed(database: Database, run: str) -> list[Column]:
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
     what = "share of the weights whose bits differ from the last recorded version"
-    return [Column("changed_weights", steps, values, what)]
+    return [named("changed_weights", steps, values, what)]

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-import numpy as np
 import pyarrow as pa
 
-from ..statistics.estimators import Array
 from ..trace.database import Database, cached
-from ..trace.macros import quoted_pair
 from ..trace.source import Pair
 from .changes import ChangePoint, change_points, read_changes, read_outcomes
 from .conditions import (
@@ -31,7 +28,6 @@ from .series import (
     ENTROPY,
     LENGTH,
     LINEAR,
-    LOG,
     MISMATCH,
     OPTIMIZER,
     POLICY,
@@ -39,6 +35,7 @@ from .series import (
     WEIGHTS,
     Fall,
     Series,
+    by_step,
     is_evaluation,
 )
 
@@ -186,13 +183,11 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes, and processes whose mismatch departs from that of the other
-    processes."""
-    count = read_num_writers(database, pair)
-    if count is not None:
+    """Yield changes in the number of processes that recorded scores of the pair."""
+    rows = by_step(database, _COUNTS, {"a": pair[0], "b": pair[1]})
+    count = Series("num_writers", rows["step"], rows["num_writers"], LINEAR, WRITERS)
+    if len(count.steps):
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
-    for series, change in writers_apart(database, pair):
-        yield _of_series(series, change)
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
@@ -209,7 +204,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
         yield replace(change, order=order, follows=first.series if first else "")
 
 
-def order_beside(change: RecordedChange, fall: Fall) -> str:
+def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
     """Return whether a change came before a drop (disjoint intervals), with it, or after it."""
     if change.high < fall.low:
         return BEFORE
@@ -218,70 +213,11 @@ def order_beside(change: RecordedChange, fall: Fall) -> str:
 
 WRITERS = "writers"
 
-_MOST = 256
-"""Maximum number of writers per pass that are compared one by one."""
-_APART = 2.0
-"""Minimum ratio between a writer's mean |d| and that of the other writers for the writer to be reported."""
-
 # Group by rank, because a restarted rank writes under a new name.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
-_NAMES = f'SELECT DISTINCT {_WHO} FROM scores WHERE "pass" = $name ORDER BY 1'
 _COUNTS = f"""
 SELECT step, count(DISTINCT {_WHO}) AS num_writers FROM scores WHERE "pass" IN ($a, $b) GROUP BY step ORDER BY step
 """
-_APART_BY = f"""
-SELECT step, {_WHO} AS writer, sum(mean_abs_d * num_tokens) AS total, sum(num_tokens) AS n
-FROM pair_sequences({{pair}}) JOIN (SELECT run, step, seq_id, writer FROM scores WHERE "pass" = $name AND iteration = 0)
-    USING (run, step, seq_id)
-WHERE isfinite(mean_abs_d) GROUP BY ALL ORDER BY step, writer
-"""
-
-
-def read_num_writers(database: Database, pair: Pair) -> Series | None:
-    """Return the number of processes that recorded scores of the pair, by step; None if the pair has no scores."""
-    rows = database.connection.execute(_COUNTS, {"a": pair[0], "b": pair[1]}).fetchnumpy()
-    steps, counts = np.asarray(rows["step"], np.int64), np.asarray(rows["num_writers"], float)
-    return (
-        Series("num_writers", steps, counts, LINEAR, WRITERS, "processes that recorded scores") if len(steps) else None
-    )
-
-
-def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, ChangePoint]]:
-    """Yield, for each pass, the writers whose mean |d| departs from that of the other writers, with the change.
-
-    The series is a writer's mean |d| divided by the mean |d| of all other writers at the same step.
-    """
-    names = {name: database.connection.execute(_NAMES, {"name": name}).fetchall() for name in pair}
-    is_one = names[pair[0]] == names[pair[1]]  # each process recorded both passes of its sequences
-    for name in pair[:1] if is_one else pair:
-        if not 2 <= len(names[name]) <= _MOST:
-            continue
-        rows = database.connection.execute(_APART_BY.format(pair=quoted_pair(pair)), {"name": name}).fetchnumpy()
-        steps, at = np.unique(np.asarray(rows["step"], np.int64), return_inverse=True)
-        writers, column = np.unique(np.asarray(rows["writer"]).astype(str), return_inverse=True)
-        total_nW, count_nW = np.zeros((len(steps), len(writers))), np.zeros((len(steps), len(writers)))
-        total_nW[at, column], count_nW[at, column] = rows["total"], rows["n"]
-        ratio_nW = _beside_others(total_nW, count_nW)
-        whose = "" if is_one else f"{name}'s "
-        for place, writer in enumerate(writers):
-            series = Series(
-                f"mean_abs_d of {whose}{writer}", steps, ratio_nW[:, place], LOG, WRITERS,
-                "mean |d| of the writer's tokens, divided by that of the other writers",
-            )  # fmt: skip
-            for change in change_points(series):
-                factor = change.after / change.before if change.before > 0 else np.inf
-                if factor >= _APART and change.after >= _APART:
-                    yield series, change
-
-
-def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return each writer's mean divided by the mean of all other writers, [n, W]; NaN if either is missing."""
-    others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = (total_nW / count_nW) / (others[0] / others[1])
-    return np.where(np.isfinite(found), found, np.nan)
-
-
 _FACTOR = 1.5
 """Minimum ratio of the two values for the sentence to state a factor."""
 

@@ -5,7 +5,8 @@ change.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,6 @@ from .rollouts import (
     successive,
 )
 
-_BY_CHANCE = 1.32
-"""Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
 """A length counts if at least this many responses have it. The same minimum applies to differing rewards, and to
 lengths for a fit with a turning point."""
@@ -31,18 +30,13 @@ _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
 """Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relation:
-    """Correlation of two per-sequence quantities within groups."""
+class Relation(NamedTuple):
+    """Correlation of two per-sequence quantities within groups; NaN if there is nothing to compare."""
 
     correlation: float
-    """Pooled correlation after subtracting group means; NaN if there is nothing to compare."""
+    """Pooled correlation after subtracting group means."""
     by_group: float
     """Mean over groups of each group's correlation."""
-    num_groups: int
-    """Number of groups in which both quantities vary."""
-    negative: float
-    """Share of groups with a correlation so negative that chance gives it in 10% of cases: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
@@ -52,20 +46,12 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
-    group = rollouts.group[known]
-    xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
+    xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
-    num = int(spread.sum())
-    if num < FEWEST_COMPARED:
-        return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
+    if spread.sum() < FEWEST_COMPARED:
+        return Relation(math.nan, math.nan)
     by_group = xy[spread] / np.sqrt(xx[spread] * yy[spread])
-    members = np.bincount(group)[spread]
-    return Relation(
-        correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
-        by_group=float(by_group.mean()),
-        num_groups=num,
-        negative=float((by_group < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
-    )
+    return Relation(float(xy.sum() / np.sqrt(xx.sum() * yy.sum())), float(by_group.mean()))
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,9 +97,9 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
     """Return the share of the variance of reward differences between identical responses that length explains, and the
     sign of the relation.
 
-    The share is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length
-    among responses with equal rewards. The fitted function is monotone or has one turning point. The share is 0 if fewer than
-    two lengths have five responses, or if no reward differs.
+    The share is the largest of three: by length; by length minus its group mean (linearly); and, if they vary enough,
+    by length among responses with equal rewards. The share is 0 if fewer than two lengths have five responses, or if
+    no reward differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -125,41 +111,19 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
     num_other = int((np.abs(difference) > 1e-9).sum())
     if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or num_other < _FEWEST_OF_LENGTH or total <= 1e-12 * len(difference):
         return 0.0, 0.0
-    found = [_explained(difference, length), _explained(difference, centred(run.length, run.group)[at])]
-    alike = np.unique(np.round(base, 6), return_inverse=True)[1]
-    rest = centred(difference, alike)
-    if float((rest**2).sum()) >= t.MATERIAL_REST * total:
-        found.append(_explained(rest, length))
-    return max(found)
+    within_group = correlation(difference, centred(run.length, run.group)[at]) ** 2
+    rest = centred(difference, np.unique(np.round(base, 6), return_inverse=True)[1])
+    of_rest = _explained(rest, length) if float((rest**2).sum()) >= t.MATERIAL_REST * total else 0.0
+    share = max(_explained(difference, length), within_group, of_rest)
+    return share, float(np.sign(correlation(difference, length))) or 1.0
 
 
-def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
-    """Return the share of variance explained by the best monotone function of length, and its sign.
-
-    With at least five lengths, the function may have one turning point."""
-    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
-    total = float(((values - values.mean()) ** 2).sum())
-    means = np.bincount(place, values) / counts
-    within = float(((values - means[place]) ** 2).sum())
-    lefts = {1.0: _from_monotone(means, counts, increasing=True), -1.0: _from_monotone(means, counts, increasing=False)}
-    goes = min(lefts, key=lambda sign: lefts[sign])
-    left = lefts[goes]
-    if len(lengths) >= _FEWEST_OF_LENGTH:
-        for top in range(2, len(lengths) - 1):
-            for up in (True, False):
-                parts = ((slice(0, top), up), (slice(top, None), not up))
-                left = min(left, sum(_from_monotone(means[part], counts[part], increasing=way) for part, way in parts))
-    return 1 - (within + left) / total, goes
-
-
-def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
-    """Return the weighted sum of squared residuals of the best monotone fit to means."""
-    if len(means) < 2:
-        return 0.0
-    from scipy.optimize import isotonic_regression  # importing it takes half a second
-
-    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
-    return float(counts @ (means - fitted) ** 2)
+def _explained(values: np.ndarray, length: np.ndarray) -> float:
+    """Return the share of the variance of values that length explains, adjusted for the number of lengths."""
+    _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    n, left = len(values), values - (np.bincount(place, values) / counts)[place]
+    total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
+    return 1 - float((left**2).sum()) / max(n - len(counts), 1) / total
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
@@ -189,28 +153,18 @@ def _latest(rollouts: Rollouts) -> Rollouts:
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     """Return n steps, and the share of each step's reward variance that length explains.
 
-    Only steps with at least three lengths, each with at least three rewards, are included. The share is adjusted for
-    the number of lengths: it is 0 on average if length does not matter.
+    Only steps with different rewards and at least three lengths, each with at least three rewards, are included.
     """
-    known = np.isfinite(rollouts.reward)
-    length = rollouts.length[known].astype(np.int64)
-    longest = int(length.max(initial=0)) + 1
-    _, place, count = np.unique(rollouts.step[known] * longest + length, return_inverse=True, return_counts=True)
-    kept = (count >= _FEWEST_OF_LENGTH_IN_STEP)[place]
-    steps, of_step = np.unique(rollouts.step[known][kept], return_inverse=True)
-    _, first, place = np.unique(place[kept], return_index=True, return_inverse=True)
-    reward, lengths = rollouts.reward[known][kept], np.bincount(of_step[first], minlength=len(steps))
-    num = np.bincount(of_step, minlength=len(steps))
-    own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
-    left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]
-    total, within = (np.bincount(of_step, values**2, len(steps)) for values in (own, left))
-    judged = (lengths >= _FEWEST_LENGTHS_IN_STEP) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
-    share = 1 - (within[judged] / (num - lengths)[judged]) / (total[judged] / (num - 1)[judged])
-    return steps[judged], share
-
-
-_INTERVAL = 1.92
-"""Decrease of the log-likelihood from its maximum to the ends of a 95% confidence interval."""
+    found = {}
+    for step in np.unique(rollouts.step):
+        part = rollouts.at_step(step)
+        place = np.unique(part.length, return_inverse=True)[1]
+        known = np.isfinite(part.reward)
+        kept = (np.bincount(place, known) >= _FEWEST_OF_LENGTH_IN_STEP)[place] & known
+        reward, length = part.reward[kept], part.length[kept]
+        if len(np.unique(length)) >= _FEWEST_LENGTHS_IN_STEP and float(reward.var()) > 1e-12:
+            found[int(step)] = _explained(reward, length)
+    return np.array(list(found), np.int64), np.array(list(found.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,10 +182,6 @@ class ChangedResponses:
     """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
     agreement: float = 0.0
     """Correlation of the values before the step with those after it; 0 if either is constant."""
-    low: int = 0
-    """First step of the 95% confidence interval of the change."""
-    high: int = 0
-    """Last step of the 95% confidence interval of the change."""
 
     @property
     def is_rescaled(self) -> bool:
@@ -242,10 +192,6 @@ class ChangedResponses:
     def values(self) -> dict[str, Measured]:
         """The numbers reported with the evidence, by name."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
-
-    def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """Return the sequences after the change and those before it, without the sequences in its confidence interval."""
-        return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
 def changed_responses(
@@ -283,39 +229,4 @@ def changed_responses(
                 length_correlation=by_length,
                 agreement=correlation(given[one][spans], given[two][spans]),
             )  # fmt: skip
-    if best is None:
-        return None
-    inside = (high >= first) & (low <= last)
-    _, earliest, latest = step_interval(differs[inside], low[inside], high[inside])
-    return replace(best, low=min(earliest, best.step), high=max(latest, best.step))
-
-
-def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
-    """Return the most likely step of a change, and its 95% confidence interval, from M pairs of values.
-
-    Pairs that span the change differ more often than other pairs. `differs`: [M] bool, True if the values of a pair
-    differ; `low` and `high`: [M] the earlier and the later step of each pair.
-    """
-    steps = np.unique(high)
-    first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
-    spanning = _spanning(first, last, np.ones(len(differs)), len(steps))
-    differing = _spanning(first, last, differs.astype(float), len(steps))
-    others, differing_others = len(differs) - spanning, int(differs.sum()) - differing
-    likelihood = _likelihood(differing, spanning) + _likelihood(differing_others, others)
-    is_higher = (differing + 0.5) * (others + 1) > (differing_others + 0.5) * (spanning + 1)
-    likelihood[~is_higher] = _likelihood(differs.sum(keepdims=True), np.array([len(differs)]))
-    kept = steps[likelihood >= likelihood.max() - _INTERVAL]
-    return int(steps[likelihood.argmax()]), int(kept[0]), int(kept[-1])
-
-
-def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """Return the total weight [num] of the intervals, from `first` to `last`, that contain each index."""
-    held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
-    return held
-
-
-def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
-    """Return the maximum log-likelihood of `num_differing` differing pairs out of `num`."""
-    rate = (num_differing + 0.5) / (num + 1)
-    likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
-    return likelihood
+    return best

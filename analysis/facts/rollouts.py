@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.passes import REFERENCE
+from ..statement import Measured
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, cached
 from ..trace.ragged import array_of
@@ -120,12 +121,7 @@ class Rollouts:
     @property
     def counted(self) -> np.ndarray:
         """[N] uint64 hash of prompt, response and number of masked tokens."""
-        return hash_pair(self.whole, self.num_masked)
-
-    @property
-    def distance(self) -> np.ndarray:
-        """[N] logprob of the response under the policy minus that under the reference, nats."""
-        return np.asarray((self.likelihood - self.reference) * self.length)
+        return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
 
     @property
     def reward_size(self) -> np.ndarray:
@@ -138,41 +134,15 @@ class Rollouts:
         return np.asarray(np.abs(self.advantage))
 
     @property
-    def information(self) -> np.ndarray:
-        """[N] -logprob of the whole response, nats."""
-        return np.asarray(-self.likelihood * self.length)
-
-    @property
     def is_alone(self) -> bool:
         """True if each step counts as one group."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
-    @property
-    def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with a known `likelihood`, and the mean likelihood of each step's responses."""
-        return self._by_step(self.likelihood)
-
-    @property
-    def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with engine logprobs, and the mean engine logprob of each step's responses."""
-        return self._by_step(self.sampled)
-
-    @property
-    def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with reference logprobs, and each step's mean of policy minus reference logprob, nats per token."""
-        return self._by_step(self.likelihood - self.reference)
-
-    def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the n steps with a known value, and the mean of each step's [N] values."""
         known = np.isfinite(values)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
-
-    @property
-    def share_below_group(self) -> float:
-        """Share of sequences whose reward is below their group's mean; NaN without rewards."""
-        less = centred(self.reward, self.group)
-        least = 1e-6 * float(np.fmax.reduce(np.abs(self.reward), initial=1.0))
-        return float((less[np.isfinite(less)] < -least).mean()) if np.isfinite(less).any() else math.nan
 
     def prompts_of(self, step: int) -> np.ndarray:
         """Return the sorted prompt hashes of a step."""
@@ -242,11 +212,6 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return order[:-1][again], order[1:][again]
 
 
-def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """Return [N] uint64 hashes of each prompt with its response."""
-    return prompt.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + response.astype(np.uint64)
-
-
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return [N] reward differences of identical responses (NaN if unknown), and whether each exceeds rounding.
 
@@ -281,12 +246,14 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
     return steps, np.bincount(place, is_other) / np.bincount(place)
 
 
-_LEAST_SORTED = 3
-"""Minimum size of a group for testing whether its rewards are sorted."""
-_EQUAL = 1e-4
-"""Two logprobs of one prefix are equal if they differ by at most this, in nats; rounding depends on the batch shape."""
-_FEWEST_IN_STEP = 20
-"""Minimum number of pairs of identical responses within a step for computing the share with unequal values."""
+ORDERS = {
+    "members_first": "the first members of all groups before all second members, as if rows and columns were swapped",
+    "groups_first": "rewards read group by group instead of member by member, as if rows and columns were swapped",
+    "shortest_first": "rewards in the order in which responses of these lengths finish",
+    "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
+    "last_step": "the rewards of the next step, as if they were recorded one step late",
+}
+"""Row order that a bug may produce -> how it is undone, for the sentence "with ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,53 +263,35 @@ class RepeatedResponses:
     num_pairs: int
     unequal: float
     """Share of pairs with different rewards; NaN if there are no pairs."""
-    shift: int
-    """Row shift that leaves the fewest pairs with different rewards; 0 if rewards are in the right rows."""
-    unequal_shifted: float
-    """Share of pairs with different rewards after undoing `shift` or `order`."""
     mean_difference: float
     """Mean absolute difference over the pairs with different rewards."""
-    order: str = ""
-    """Row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift or the recorded order
-    leaves fewer.
-    """
+    order: str
+    """Row order of the rewards that leaves the fewest pairs with different rewards, in words; empty if it is the
+    recorded order."""
+    unequal_ordered: float
+    """Share of pairs with different rewards in that order."""
 
     @property
     def lies_off(self) -> bool:
-        """True if undoing `shift` or `order` leaves far fewer pairs with different rewards."""
-        return (self.shift != 0 or self.order != "") and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
+        """True if another row order leaves far fewer pairs with different rewards."""
+        return self.order != "" and self.unequal_ordered < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     """Compare the rewards of repeated responses to a prompt, as recorded and in other row orders of the step."""
     pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
-    shift, unequal_shifted, other = 0, unequal, ""
+    shares = {"": unequal}
     if unequal > 0:
-        shares = {by: _unequal(_moved(rollouts, by), pairs, least)[1] for by in range(-FARTHEST, FARTHEST + 1)}
-        shift = min(shares, key=lambda by: (shares[by], abs(by)))
-        orders = {name: _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1] for name in ORDERS}
-        other = min(orders, key=orders.__getitem__)
-        shift, other = (0, other) if orders[other] < shares[shift] else (shift, "")
-        unequal_shifted = orders[other] if other else shares[shift]
+        for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs)[1:]:
+            text = f"rewards shifted by {by} rows within the step"
+            shares[text] = _unequal(_moved(rollouts, by), pairs, least)[1]
+        for name, text in ORDERS.items():
+            shares[text] = _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1]
+    order = min(shares, key=shares.__getitem__)
     return RepeatedResponses(
-        num_pairs=num,
-        unequal=unequal,
-        shift=shift,
-        unequal_shifted=unequal_shifted,
-        mean_difference=mean_difference,
-        order=other,
+        num_pairs=num, unequal=unequal, mean_difference=mean_difference, order=order, unequal_ordered=shares[order]
     )
-
-
-ORDERS = (
-    "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
-    "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
-)  # fmt: skip
-"""Row orders that a bug may produce: the step reversed; each group reversed; all first members, then all second ones
-and so on, or the inverse; each member replaced by the next or the last one in its group; the halves of the step
-swapped; rows sorted by response length in either direction, in the step or in each group; the rewards of the previous
-step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
@@ -358,67 +307,28 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
                 place[first:last] = np.arange(last, end)
         return place
     for first, last in zip(firsts, lasts, strict=True):
-        rows, group = place[first:last].copy(), rollouts.group[first:last]
-        if name in ("reversed", "halves"):
-            place[first:last] = rows[::-1] if name == "reversed" else np.roll(rows, len(rows) // 2)
-            continue
-        if name in ("shortest_first", "longest_first", "shortest_first_in_groups"):
-            length = rollouts.length[first:last] * (-1 if name == "longest_first" else 1)
-            place[
-                rows[np.lexsort((length, group)) if name.endswith("groups") else np.argsort(length, kind="stable")]
-            ] = rows
-            continue
-        starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-        size = len(rows) // len(starts)
-        if (np.diff(np.r_[starts, len(rows)]) != size).any():
-            continue
-        by_group = rows.reshape(-1, size)
-        place[first:last] = {
-            "reversed_in_groups": by_group[:, ::-1],
-            "next_in_groups": np.roll(by_group, 1, axis=1),
-            "previous_in_groups": np.roll(by_group, -1, axis=1),
-            "members_first": by_group.T,
-            "groups_first": rows.reshape(size, -1).T,
-        }[name].reshape(-1)
+        rows, group, length = place[first:last].copy(), rollouts.group[first:last], rollouts.length[first:last]
+        size = int((group == group[0]).sum())
+        if name.startswith("shortest_first"):
+            keys = (length, group) if name.endswith("groups") else (length,)
+            place[rows[np.lexsort(keys)]] = rows
+        elif len(rows) % size == 0 and (np.diff(group.reshape(-1, size)) == 0).all():
+            by_group = rows.reshape(-1, size) if name == "members_first" else rows.reshape(size, -1)
+            place[first:last] = by_group.T.reshape(-1)
     return place
-
-
-def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of groups with sorted rewards (descending or ascending, whichever is larger), and the share
-    expected by chance.
-
-    Only groups with different rewards count; NaN if there are fewer than 30.
-    """
-    if not len(rollouts.group):
-        return math.nan, math.nan
-    starts = np.flatnonzero(np.r_[True, rollouts.group[1:] != rollouts.group[:-1]])
-    falling = rising = num = 0
-    by_chance = 0.0
-    for first, last in zip(starts, np.r_[starts[1:], len(rollouts.group)], strict=True):
-        rewards = rollouts.reward[first:last]
-        if last - first < _LEAST_SORTED or not np.isfinite(rewards).all() or np.ptp(rewards) == 0:
-            continue
-        steps, counts = np.diff(rewards), np.unique(rewards, return_counts=True)[1]
-        num, falling, rising = num + 1, falling + int((steps <= 0).all()), rising + int((steps >= 0).all())
-        by_chance += math.exp(sum(math.lgamma(count + 1) for count in counts) - math.lgamma(last - first + 1))
-    return (max(falling, rising) / num, by_chance / num) if num >= FEWEST_COMPARED else (math.nan, math.nan)
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
     """Return the number of pairs with known rewards, the share that differs by more than `least`, and the mean
     difference of those that do.
     """
-    difference = _differences(reward, *pairs)
+    one, two = pairs
+    difference = np.abs(reward[two] - reward[one])
+    difference = difference[np.isfinite(difference)]
     if len(difference) < FEWEST_COMPARED:
         return 0, math.nan, math.nan
     differs = difference > least
     return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
-
-
-def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Return [M] absolute reward differences of the pairs whose rewards are known."""
-    known = np.isfinite(reward[one]) & np.isfinite(reward[two])
-    return np.asarray(np.abs(reward[two] - reward[one])[known])
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
@@ -430,39 +340,38 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
     return moved
 
 
+_KEPT_STEPS, _FEWEST_KEPT = 8, 3
+"""Maximum and minimum number of steps compared before and after a step. Over so few steps, the policy hardly changes."""
+
+
+def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
+    """Return the mean rewards before and after a step if all rewards together have the same distribution on both sides.
+
+    Rewards that changed are then those of other rows. None if the distributions differ or there are fewer than three
+    steps on either side.
+    """
+    of_rows, of_steps = [], []
+    for part in (
+        rollouts.until(step - 1).since(step - _KEPT_STEPS),
+        rollouts.since(step).until(step + _KEPT_STEPS - 1),
+    ):
+        known = np.isfinite(part.reward)
+        steps, place = np.unique(part.step[known], return_inverse=True)
+        of_rows.append(part.reward[known])
+        of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
+        if len(steps) < _FEWEST_KEPT:
+            return None
+    from scipy.stats import ks_2samp  # importing it takes half a second
+
+    error = max(math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps)), 1e-12)
+    before, after = (float(means.mean()) for means in of_steps)
+    are_near = abs(after - before) <= max(
+        t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std())
+    )
+    is_same = are_near and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
+    return {"step": step, "mean_before": before, "mean": after} if is_same else None
+
+
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     """Return the share of repeated responses whose values differ by more than `least`; NaN with fewer than 30 pairs."""
     return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
-
-
-def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
-    """Return the number of pairs of identical responses to a prompt in a step, and the share with different rewards.
-
-    If the reward depends only on the response, the share is 0. It is NaN with fewer than 20 pairs.
-    """
-    one, two = successive(rollouts.whole, rollouts.step)
-    inside = rollouts.step[one] == rollouts.step[two]
-    difference = _differences(rollouts.reward, one[inside], two[inside])
-    is_enough = len(difference) >= _FEWEST_IN_STEP
-    return len(difference), float((difference > least_reward(rollouts)).mean()) if is_enough else math.nan
-
-
-def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of identical prefixes within a step that get two different logprobs from the engine, and from
-    the trainer.
-
-    NaN with fewer than 20 pairs.
-    """
-    known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
-    opening, step, sampled, trained = (
-        values[known]
-        for values in (rollouts.opening, rollouts.step, rollouts.opening_sampled, rollouts.opening_trained)
-    )
-    one, two = successive(opening, step)
-    again = (step[one] == step[two]) & (trained[two] < -CERTAIN_LOGPROB)
-    if again.sum() < _FEWEST_IN_STEP:
-        return math.nan, math.nan
-    of_engine, of_trainer = (
-        float((np.abs(values[two] - values[one])[again] > _EQUAL).mean()) for values in (sampled, trained)
-    )
-    return of_engine, of_trainer

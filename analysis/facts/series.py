@@ -114,30 +114,11 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """Build a series of KINDS; infinities become NaN, and their steps are added to `not_finite`."""
-    kind, scale = KINDS[name]
+    """Build a series; infinities become NaN, and their steps are added to `not_finite`."""
+    kind, scale = KINDS.get(name, (REWARD, LINEAR))  # an evaluation has a name of its own
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
     return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)
-
-
-_NO_STEPS = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A series stored only at the steps that have a value."""
-
-    name: str
-    steps: np.ndarray
-    """[m] int64, ascending."""
-    values: np.ndarray
-    """[m] float64"""
-    source: str
-    not_finite: np.ndarray = field(default_factory=lambda: _NO_STEPS)
-    """Steps with a NaN or infinite value."""
-    logged: str = ""
-    """Name under which the trainer logged the series; empty if the series was computed."""
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
@@ -150,18 +131,18 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 
 
 def columns_of(
-    rows: dict[str, np.ndarray], sources: Mapping[str, str], not_finite: Mapping[str, np.ndarray] | None = None
-) -> list[Column]:
-    """Return the columns of a query that have a value, with their sources.
+    rows: dict[str, Array], sources: Mapping[str, str], not_finite: Mapping[str, Array] | None = None
+) -> list[Series]:
+    """Return the columns of a query that have a value as series, each with its source, at the steps with a value.
 
     `not_finite`: column -> steps with a NaN or infinite value.
     """
     columns = []
     for name, source in sources.items():
         if name in rows:
-            lacking = (not_finite or {}).get(name, _NO_STEPS)
+            lacking = (not_finite or {}).get(name, _no_steps())
             has = ~np.isnan(rows[name]) | np.isin(rows["step"], lacking)
-            columns.append(Column(name, rows["step"][has], rows[name][has], source, lacking))
+            columns.append(named(name, rows["step"][has], rows[name][has], source, lacking))
     return [column for column in columns if len(column.steps)]
 
 

@@ -19,8 +19,6 @@ EARLIER_FEWEST = 8
 EARLIER_OVER_CHANCE = 5.0
 """The engine had weights of several earlier steps only if at least this many times as many prefixes match as chance
 explains; the factor is at most 2.3 in collapses caused by the mismatch."""
-NONE_LEFT = 0.1
-"""If many rows match by chance, an explanation may leave at most this share of the other rows unexplained."""
 STILL = 0.5
 """The engine kept its weights if it gives at least this share of the prefixes repeated within a few steps bitwise
 identical logprobs; with new weights at every other step, the share is one half."""
@@ -46,15 +44,6 @@ REFERENCE_MOVES = 0.05
 cause 0.01."""
 SAME_ORDER = 0.95
 """Only the scale of rewards has changed if the old and new rewards of identical responses correlate more than this."""
-GRADED_ELSEWHERE = 0.9
-"""Responses were graded against another prompt if at least this share of them has the reward that the same response got
-under that prompt earlier."""
-GRADED_BY_CHANCE = 0.6
-"""Rewards that match those of another prompt are evidence only if at most this share is expected to match by chance."""
-LACKING = 10.0
-"""A reordering can be tested only if chance would leave at least this many earlier rewards missing from their steps."""
-LACKING_OF_PERMUTED = 0.1
-"""Rewards were reordered if at most this share of the number expected by chance is missing; timeouts remove a few."""
 LENGTH_PAYS = 0.5
 """The reward depends on length if the two correlate more than this within groups; in correct tasks they do not."""
 LENGTH_EXPLAINS = 0.8
@@ -79,6 +68,3 @@ BREAK_LOSES = 0.5
 MATERIAL_REST = 0.1
 """Responses with equal rewards are tested separately if they account for at least this share of the variance of reward
 differences."""
-OTHER_ROWS = 0.4
-"""Rows are reordered if at least this share of the differing logprobs match another row. Not all can match, because
-logprobs moved to a row of another length are cut or padded."""

@@ -58,12 +58,10 @@ def _matched(
     """Return indices of rows with equal step and key: the k-th such row in one run is paired with the k-th in the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
-    kind = number * len(keys) + key
-    counted = [_numbered(part) for part in (kind[: len(key_N)], kind[len(key_N) :])]
-    most = 1 + max((int(part.max(initial=0)) for part in counted), default=0)
-    of_a, of_b = (
-        part * most + place for part, place in zip((kind[: len(key_N)], kind[len(key_N) :]), counted, strict=True)
-    )
+    of_runs = np.split(number * len(keys) + key, [len(key_N)])
+    counted = [_numbered(part) for part in of_runs]
+    most = 1 + max(int(part.max(initial=0)) for part in counted)
+    of_a, of_b = (part * most + place for part, place in zip(of_runs, counted, strict=True))
     _, at_a, at_b = np.intersect1d(of_a, of_b, assume_unique=True, return_indices=True)
     return at_a, at_b
 
@@ -71,12 +69,9 @@ def _matched(
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
     """Return the number [N] of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
-    ordered, places = kind_N[order], np.arange(len(kind_N))
-    begins = (
-        np.maximum.accumulate(np.where(np.r_[True, ordered[1:] != ordered[:-1]], places, 0)) if len(order) else places
-    )
+    _, first, count = np.unique(kind_N[order], return_index=True, return_counts=True)
     number_N = np.empty(len(kind_N), np.int64)
-    number_N[order] = places - begins
+    number_N[order] = np.arange(len(kind_N)) - np.repeat(first, count)
     return number_N
 
 
@@ -175,30 +170,6 @@ def _num_in_tool(found: Prefixes) -> int:
     diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
     return int((~array_of(flags.fill_null(False))[places]).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class MovedTokens:
-    """Logprob differences between two runs on the tokens that paired responses of one step share."""
-
-    moved: np.ndarray
-    """[T] logprob in run A minus that in run B, nats."""
-    logprob: np.ndarray
-    """[T] logprob in run B, nats."""
-    distance: np.ndarray
-    """[T] logprob in run B minus the reference model's logprob, nats; NaN where not recorded."""
-
-
-def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
-    """Return the logprob differences of a pass, run A minus run B, on the tokens shared at a step."""
-    found = read_prefixes(a, b, range(step, step + 1), (name, reference))
-    num_K, *logprobs = found.logprobs(name)
-    a_T, b_T = (values.astype(np.float64) for values in logprobs)
-    referred = found.b.logprobs[reference]
-    has_T = np.repeat(flat(referred)[1] >= num_K, num_K)
-    distance_T = np.where(has_T, b_T - fitted(referred, num_K), np.nan)
-    known = np.isfinite(a_T - b_T)
-    return MovedTokens((a_T - b_T)[known], b_T[known], distance_T[known])
 
 
 def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> RunRows:

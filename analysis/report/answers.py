@@ -207,13 +207,11 @@ def fall_answer(subject: Subject) -> Answer:
         )  # fmt: skip
     if not found.outcome:
         return _unknown(detail)
-    if (silent := found.silent) is not None:
-        first = silent.suspects[0]
+    if (supposed := found.supposed_cause) is not None:
+        first = supposed.suspects[0]
         return Answer(
-            code="unseen", severity=OPEN,
-            short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
-            figure=f"since step {silent.step} (interval {silent.low}-{silent.high})",
-            basis=_probability(found, first), detail=detail,
+            code="unseen", severity=OPEN, short=f"not detected, but an evaluation may show one: {first.title}",
+            figure=f"since step {supposed.step}", basis=_probability(found, first), detail=detail,
         )  # fmt: skip
     fall = found.fall
     if fall is None:

@@ -21,7 +21,7 @@ from ..diagnosis.diagnosis import Diagnosis
 from ..dynamics.dynamics import Dynamics, dynamics
 from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import read_series
-from ..facts.series import Column, Series, by_step
+from ..facts.series import Series, by_step, named
 from ..info import TraceInfo, info
 from ..objective.objective import objective
 from ..objective.verdict import Objective
@@ -64,13 +64,13 @@ class Subject:
     corrections: Rows | None
     part: str
     """Phrase for the steps that the objective and the corrections cover."""
-    arms: Mapping[str, tuple[Column, ...]]
+    arms: Mapping[str, tuple[Series, ...]]
     """Per-step mismatch between each replay and pass b, by name of the replay."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]
-    evaluation: Column | None
+    evaluation: Series | None
     """The logged evaluation that `attribute` used as the outcome; None if it used the reward, or had no outcome."""
     unanswered: Mapping[str, str]
     """Reasons why analyses could not be computed, by analysis."""
@@ -137,14 +137,14 @@ def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[in
 _LOGGED = "SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = $name GROUP BY step ORDER BY step"
 
 
-def _evaluation(database: Database, attributed: Attribution | None) -> Column | None:
+def _evaluation(database: Database, attributed: Attribution | None) -> Series | None:
     if attributed is None or attributed.outcome in ("", "reward"):
         return None
     rows = by_step(database, _LOGGED, {"name": attributed.outcome})
-    return Column(attributed.outcome, rows["step"], rows["value"], f"logged as {attributed.outcome}")
+    return named(attributed.outcome, rows["step"], rows["value"], f"logged as {attributed.outcome}")
 
 
-def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
+def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
     found = {
         name: tuple(read_step_mismatch(database, (name, pair[1]), database.sources[0].run).columns)
         for name in scored_passes(database)

@@ -31,7 +31,7 @@ from ..facts.read_series import (
     read_logged,
     read_sampled,
 )
-from ..facts.series import KINDS, Column, Series
+from ..facts.series import KINDS, Series, named
 from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
 from ..trace.source import Pair, Source
@@ -167,10 +167,10 @@ class Memory:
         self.times: Times = []
         self._pair = pair
         self._read: dict[int, Extent] = {}
-        self._given = Given()
+        self._given: Given = frozenset()
         self._basis: Any = None
         self._num_metrics = -1
-        self._logged: list[Column] = []
+        self._logged: list[Series] = []
         self._values: dict[str, dict[int, Any]] = {}
         """Series by name; each has, by step, the value and True if a NaN or an infinity was recorded."""
         self._sources: dict[str, str] = {}
@@ -230,7 +230,7 @@ class Memory:
             if values
         }
 
-    def _columns(self, database: Database, run: str) -> list[Column]:
+    def _columns(self, database: Database, run: str) -> list[Series]:
         gap = read_step_mismatch(database, self._pair, run)
         return [
             *gap.columns,
@@ -240,7 +240,7 @@ class Memory:
             *read_clipping(database, run),
         ]
 
-    def _keep(self, steps: Sequence[int], columns: Sequence[Column], figures: Mapping[str, Figure]) -> None:
+    def _keep(self, steps: Sequence[int], columns: Sequence[Series], figures: Mapping[str, Figure]) -> None:
         """Replace the values of some steps."""
         for values in (*self._values.values(), *self._of_tokens.values()):
             for step in steps:
@@ -253,11 +253,11 @@ class Memory:
         for name, (of_steps, found) in figures.items():
             self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
 
-    def _column(self, name: str) -> Column:
+    def _column(self, name: str) -> Series:
         values = self._values[name]
         steps = np.array(sorted(values), np.int64)
         found, lacking = zip(*(values[step] for step in steps.tolist()), strict=True)
-        return Column(name, steps, np.array(found), self._sources[name], steps[np.array(lacking)])
+        return named(name, steps, np.array(found), self._sources[name], steps[np.array(lacking)])
 
     def _forget(self) -> None:
         self._read, self._values, self._of_tokens = {}, {}, {}

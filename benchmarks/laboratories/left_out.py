@@ -45,30 +45,23 @@ PAIR = ("train", "rollout")
 
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
-    "engine_disagrees not_sampled_so engine_moves_with_mismatch "
-    "engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch scoring_parts.lasts",
+    "not_sampled_so engine_moves_with_mismatch engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
-    "mismatch_grows_by_updates engine_parts.behind lag",
-    "optimizer": "learning_rate_spike_at_fall learning_rate_spike_before_fall update_size update_leaps update_bursts update_moves_first "
-    "setting_unusual.adam_beta1 setting_unusual.adam_beta2 setting_unusual.adam_epsilon setting_unusual.learning_rate policy_moves_at_once "
-    "gradient_moves_first update_is_other moment_is_other update_grows learning_rate gradient_is_equal",
-    "reward": "rewards_noisy rewards_disagree_in_step rewards_of_other_rule rewards_changed likelier_earn_less.share "
-    "likelier_earned_more.lost reward_and_relation_move reward_moves_alone rewards_beyond_range "
-    "reward_hides_fall.with rewards_part rewards",
-    "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows "
-    "logprobs_of_other_rows scored_rows_part rewards_permuted_part rewards_of_last_step_part advantages_permuted_part rewards_permuted",
+    "engine_parts.behind lag",
+    "optimizer": "learning_rate_spike update_size update_leaps setting_unusual.adam_beta1 setting_unusual.adam_beta2 "
+    "setting_unusual.adam_epsilon setting_unusual.learning_rate update_is_other update_grows learning_rate gradient_is_equal",
+    "reward": "rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part rewards",
+    "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
+    "rewards_of_last_step_part advantages_permuted_part rewards_permuted",
     "data": "prompts_changed prompts_part prompts",
-    "truncation": "responses_cut.told responses_cut.seen endings_change endings_shift endings_become_one responses_cut_off",
-    "reference": "reference_changed reference_jumps returns_to_reference advantages_by_distance "
-    "gradient_moves_first.reference loss_moves_up.reference reference_parts advantages_by_distance_part moved_by_distance gradient_grows "
-    "loss_is_higher",
-    "advantages": "advantages_turn advantages_inverted advantages_of_other_sign advantages_one_sided advantages_changed.mean "
-    "advantages_changed.burst advantages_part advantages advantages.against advantages_or_rewards_part",
-    "entropy": "entropy_climbs entropy_collapses loss_moves_down advantages_by_surprise "
-    "setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower entropy_parts_first",
+    "truncation": "responses_cut.told responses_cut.seen endings_change responses_cut_off",
+    "reference": "reference_changed reference_jumps returns_to_reference reference_parts advantages_by_distance_part gradient_grows loss_is_higher",
+    "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
+    "advantages advantages.against advantages_or_rewards_part",
+    "entropy": "entropy_climbs entropy_collapses setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower",
     "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves "
     "rewards_by_length rewards_by_length_part",
-    "unknown": "masks_change trainer_disagrees entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
+    "unknown": "entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Features that support each suspect."""
 _OF_SAMPLES = frozenset(("evaluation_holds",))

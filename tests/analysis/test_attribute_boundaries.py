@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import attribute as silent
 from tim_trace.analysis.attribution import thresholds
 from tim_trace.analysis.attribution.attribution import SUSPECTS, Attribution, Evidence, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
@@ -26,10 +25,8 @@ from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import series as fall_module
 from tim_trace.analysis.facts.changes import NOTHING, ChangePoint, with_onset
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.facts.other_rows import OtherPromptsRewards, ReorderedRewards, rewards_of_other_prompts
-from tim_trace.analysis.facts.recorded import RecordedChange, around
-from tim_trace.analysis.facts.relations import ChangedResponses, Relation, step_interval
-from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, sorted_share
+from tim_trace.analysis.facts.recorded import RecordedChange
+from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat
 
 # The functions of the package hide its modules of the same names.
@@ -48,16 +45,6 @@ def run_mismatch(size=0.2, *, first=0.0, settled=0.0, late=0.0):
 
 def change(step, before=1.0, after=2.0, *, margin=0, size_in_sd=9.0):
     return ChangePoint(step, step - margin, step + margin, before, after, size_in_sd, 0.0)
-
-
-def repeated(unequal=0.0, shift=0, unequal_shifted=0.0):
-    return RepeatedResponses(
-        num_pairs=100, unequal=unequal, shift=shift, unequal_shifted=unequal_shifted, mean_difference=1.0
-    )
-
-
-def reordered(by_chance, num_lacking=0):
-    return ReorderedRewards(num_other=100, num_lacking=num_lacking, lacking_by_chance=by_chance)
 
 
 def checked(code, *, fails=True, signal=""):
@@ -120,82 +107,7 @@ def level(before, after, at=50):
 # --- one number: function of it, just under, just over ---------------------------------------------------------------
 
 
-def _graded(equal, by_chance):
-    return OtherPromptsRewards(shift=1, num_responses=30, equal=equal, by_chance=by_chance).explains
-
-
-def _clear(size_in_sd):
-    return len(facts(near=(given_change("x", "prompts", size_in_sd=size_in_sd),)).clear("prompts"))
-
-
 # --- correlations of sequences ----------------------------------------------------------------------------------------
-
-
-def related(monkeypatch, module, *, by_group=0.5, negative=0.0):
-    relation = Relation(correlation=by_group, by_group=by_group, num_groups=99, negative=negative)
-    monkeypatch.setattr(module, "relation", lambda *arguments: relation)
-
-
-def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0):
-    return ChangedResponses(
-        step=60, num_responses=num_responses, share=share, share_before=before, length_correlation=by_length,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_interval_of_a_change_holds_its_step(share):
-    for seed in range(20):
-        chance = np.random.default_rng(seed)
-        low = chance.integers(0, 90, 400)
-        high = low + chance.integers(0, 10, 400)
-        differs = (low < 50) & (high >= 50) & (chance.random(400) < share) | (chance.random(400) < 0.02)
-        step, earliest, latest = step_interval(differs, low, high)
-        assert earliest <= 50 <= latest
-        assert earliest <= step <= latest
-        assert latest - earliest <= 12
-
-
-def test_pairs_that_differ_everywhere_alike_have_no_step():
-    low = np.arange(90)
-    assert step_interval(np.zeros(90, bool), low, low + 5)[1:] == (5, 94)
-
-
-def graded(shift, *, since=60, unlike=0, values=2):
-    """Rewards of eight prompts a step with one of eight responses each, which earn by the prompt `shift` places on from `since`."""
-    chance = np.random.default_rng(5)
-    earns = chance.permutation(64).reshape(8, 8) % values
-    step, prompt = np.repeat(STEPS, 8), np.tile(np.arange(8), len(STEPS))
-    response = chance.integers(0, 8, len(step))
-    reward_ = earns[prompt, response].astype(float)
-    late = np.flatnonzero(step >= since)
-    reward_[late] = earns[(prompt[late] + shift) % 8, response[late]]
-    reward_[late[:unlike]] += 100.0
-    columns = {name: np.zeros(len(step)) for name in Rollouts.__dataclass_fields__}
-    given = {"step": step, "prompt": prompt, "response": response, "whole": prompt * 8 + response, "reward": reward_}
-    return Rollouts(**columns | given)
-
-
-@pytest.mark.parametrize(
-    ("shift", "plan", "is_found"),
-    [
-        (1, {"values": 8}, True),
-        (-3, {"values": 8}, True),
-        (1, {"values": 8, "unlike": 30}, True),
-        (1, {"values": 8, "unlike": 40}, False),  # of 328 a tenth and more
-        (0, {"values": 8}, False),
-        (1, {"values": 1}, False),  # one reward for all
-    ],
-)
-def test_responses_that_are_graded_by_another_prompt_are_told_by_what_they_earned_there(shift, plan, is_found):
-    found = rewards_of_other_prompts(graded(shift, **plan), 60)
-    assert (found is not None and found.explains) == is_found
-    assert not is_found or found.shift == shift
-
-
-@pytest.mark.parametrize(("share", "is_told"), [(0.5, False), (0.51, True)])
-def test_responses_of_which_most_earn_what_they_did_are_graded_by_their_own_prompt(share, is_told):
-    given = facts(rollouts=graded(1, values=8), changed_rewards=changed_rewards(share))
-    assert (Facts.graded_elsewhere.func(given) is not None) == is_told
 
 
 # --- order, lags and checks -------------------------------------------------------------------------------------------
@@ -208,27 +120,6 @@ def lagging(at_fall, before=0.0, *, since=50, **given):
 
 
 # --- what a run was given ---------------------------------------------------------------------------------------------
-
-
-def silent_facts(**given):
-    """Facts of a run in which nothing fell and no evaluation was logged."""
-    outcome = SimpleNamespace(name="reward", is_evaluation=False)
-    return facts(**{"fall": None, "outcome": outcome, "new_reward": None, "reward_moved": 1.0} | given)
-
-
-@pytest.mark.parametrize(
-    ("apart", "num_steps", "step"), [(0.999, 50, None), (1.001, 50, 51), (1.001, 10, 91), (1.001, 9, None)]
-)
-def test_a_policy_that_is_not_the_one_that_sampled(apart, num_steps, step):
-    series = {"mean_d": np.where(100 - num_steps < STEPS, -apart, 0.0), "mean_abs_d": np.full(100, 1.0)}
-    told = silent._policy(silent_facts(series=series, mismatch=run_mismatch(1.0)))
-    assert (told and told[0]) == step
-
-
-@pytest.mark.parametrize(("high", "is_near"), [(46, False), (47, True)])
-def test_a_change_is_near_a_fall_from_a_tenth_of_the_run_before_its_interval(high, is_near):
-    change_ = given_change("x", "prompts", low=high, high=high, step=high)
-    assert bool(around([change_], FALL, 100)) == is_near
 
 
 # --- a control --------------------------------------------------------------------------------------------------------
@@ -298,12 +189,12 @@ def test_the_verdict_in_words():
     assert verdict_sentence(attribution(suspect("unknown", 0.98), suspect("length", 0.02))) == where + (
         "Cause unknown. None of those tested explains it (98%). Basis: observation of one run."
     )
-    seen = Evidence(code="masks_change", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
+    seen = Evidence(code="rewards_changed", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
     for evidence in ((seen, PRIOR), (PRIOR, seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert verdict_sentence(counted) == where + (
-            "Cause unknown. None of those tested explains it (98%): starting at step 40, the loss mask differs in 100% of 70 "
-            "responses sampled both before and after that step. Basis: observation of one run."
+            "Cause unknown. None of those tested explains it (98%): 100% of 70 responses sampled "
+            "both before and after step 40 get a different reward after that step. Basis: observation of one run."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert (
@@ -500,25 +391,3 @@ def test_a_setting_belongs_to_a_suspect_by_its_name(name, owner):
 
 
 GROUPS_, MEMBERS = 5, 4
-
-
-@pytest.mark.parametrize(("unsorted", "is_told"), [(9, True), (11, False)])
-def test_rewards_are_sorted_where_nine_of_ten_groups_have_them_so(unsorted, is_told):
-    rewards = np.tile([3.0, 2.0, 1.0, 0.0], (100, 1))
-    rewards[:unsorted] = [0.0, 3.0, 1.0, 2.0]
-    values = {"reward": rewards.ravel(), "group": np.repeat(np.arange(100), 4), "step": np.repeat(np.arange(1, 101), 4)}
-    rollouts = Rollouts(**{name: values.get(name, np.zeros(400)) for name in Rollouts.__dataclass_fields__})
-    share, by_chance = sorted_share(rollouts)
-    assert (share >= thresholds.SORTED) == is_told
-    assert by_chance == pytest.approx(1 / 24)
-
-
-def test_groups_of_two_or_of_one_reward_say_nothing_of_an_order():
-    for size, rewards in ((2, [1.0, 0.0]), (4, [1.0, 1.0, 1.0, 1.0])):
-        values = {
-            "reward": np.tile(rewards, 100),
-            "group": np.repeat(np.arange(100), size),
-            "step": np.ones(100 * size),
-        }
-        rollouts = Rollouts(**{name: values.get(name, np.zeros(100 * size)) for name in Rollouts.__dataclass_fields__})
-        assert np.isnan(sorted_share(rollouts)).all()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.divergence import Divergence, first_divergence
+from tim_trace.analysis.attribution.divergence import first_divergence
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.two_runs import MovedTokens, SharedTokens, moved_tokens, shared_tokens
+from tim_trace.analysis.facts.two_runs import SharedTokens, shared_tokens
 from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
@@ -172,14 +172,6 @@ def trainer_is_hardly_another(columns):
     columns.train = [one - 0.005 for one in columns.train]
 
 
-def scores_other_rows(columns):
-    for num in range(3, 9):
-        alike = [row for row, ids in enumerate(columns.ids) if len(ids) == num]
-        scored = [columns.train[row] for row in alike]
-        for place, row in enumerate(alike):
-            columns.train[row] = scored[place - 1]
-
-
 def flips_rewards(columns):
     columns.rewards = np.where(np.arange(ROWS) % 3 == 0, 1 - columns.rewards, columns.rewards)
 
@@ -244,8 +236,7 @@ CHANGES = {
     engine_is_another: ("engine_parts", {"mismatch", "staleness"}),
     engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
     engine_says_that_it_is_behind: ("engine_parts", {"staleness"}),
-    trainer_is_another: ("scoring_parts", {"mismatch"}),
-    scores_other_rows: ("scored_rows_part", {"pairing"}),
+    trainer_is_another: ("scoring_parts", {"unknown"}),
     flips_rewards: ("rewards_part", {"reward"}),
     loses_rewards: ("rewards_part", {"reward"}),
     permutes_rewards: ("rewards_permuted_part", {"pairing"}),
@@ -531,21 +522,7 @@ def test_a_trainer_that_scores_otherwise_by_little_or_behind_its_engine_was_upda
     assert first_code(run, run_of(rows())) == code
 
 
-@pytest.mark.parametrize(("num_of_other_rows", "code"), [(39, "scoring_parts"), (40, "scored_rows_part")])
-def test_logprobs_are_of_other_rows_where_four_of_ten_are(num_of_other_rows, code):
-    place = np.arange(100)
-    scored = np.where(place < num_of_other_rows, -1 - (place + 1) / 100, -5 - place / 100)
-    assert first_code(run_of(rows(n=100, likelihood=scored)), run_of(rows(n=100))) == code
-
-
-@pytest.mark.parametrize(("apart", "code"), [(1e-5, "update_parts"), (0.01, "scored_rows_part")])
-def test_of_a_policy_that_is_certain_all_logprobs_lie_near_other_rows(apart, code):
-    certain = -1e-4 - apart * np.arange(100)
-    run = run_of(rows(n=100, likelihood=certain - 3 * apart))
-    assert first_code(run, run_of(rows(n=100, likelihood=certain))) == code
-
-
-@pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scored_rows_part")])
+@pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scoring_parts")])
 def test_fewer_than_four_logprobs_tell_nothing_of_rows(num, code):
     place = np.arange(10)
     scored = np.where(place < num, -1 - (place + 5) / 100, -1 - place / 100)
@@ -692,17 +669,6 @@ def test_advantages_differ_beyond_a_millionth(apart, code):
 
 # --- an update that differs -------------------------------------------------------------------------------------------
 
-PARTED = Divergence(code="update_parts", step=2, num_before=2, values={"apart": 0.01})
-"""The update of step 2."""
-
-
-def moved_by(by_distance, *, num=60, by_logprob=0.0):
-    """Tokens that an update moved by how far they were from the reference, to a correlation."""
-    distance, logprob, rest = orthogonal(*np.random.default_rng(1).normal(size=(3, num)), n=num)
-    left = np.sqrt(1 - by_distance**2 - by_logprob**2)
-    return MovedTokens(by_distance * distance + by_logprob * logprob + left * rest, logprob, distance)
-
-
 # --- the tokens that two runs share -----------------------------------------------------------------------------------
 
 IDS = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
@@ -752,23 +718,6 @@ def test_no_token_is_shared_by_responses_that_part_at_once_or_of_other_prompts(t
     at_once = trace_of(tmp_path / "one", [[9, 2, 3, 4], [9, 6, 7], [9, 9]])
     elsewhere = trace_of(tmp_path / "other", prompts=[[200], [201], [202]])
     assert [shared_tokens(run, two, 1, ["rollout"]).apart for run in (at_once, elsewhere)] == [{}, {}]
-
-
-def test_what_tokens_moved_by_lies_beside_what_they_were(tmp_path):
-    one = trace_of(tmp_path / "one", [[1, 2, 9, 4], [5, 6, 7], [9, 9]], train=[[-0.5] * 4, [-1.0] * 3, [-7.0] * 2])
-    two = trace_of(tmp_path / "two", train=every(-1.0), reference=every(-1.25))
-    found = moved_tokens(one, two, 1, "train", "reference")
-    assert found.moved.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
-    assert found.logprob.tolist() == [-1.0] * 5
-    assert found.distance.tolist() == [0.25] * 5
-
-
-def test_without_a_reference_the_distance_is_not_known(tmp_path):
-    two = trace_of(tmp_path / "two", train=every(-1.0))
-    found = moved_tokens(trace_of(tmp_path / "one", train=every(-0.5)), two, 1, "train", "reference")
-    assert found.moved.tolist() == [0.5] * 9
-    assert np.isnan(found.distance).all()
-    assert not len(moved_tokens(two, trace_of(tmp_path / "none"), 1, "train", "reference").moved)
 
 
 # --- whose the first difference is ------------------------------------------------------------------------------------

@@ -1,14 +1,11 @@
 """A run whose rewards, gradient norms or losses become NaN: the first thing that is told of it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
-from tim_trace.analysis.attribution.attribution import SilentChange, Suspect
 from tim_trace.analysis.attribution.text import verdict_sentence
-from tim_trace.analysis.diagnosis.text import diagnosis_json, story, story_of_run
+from tim_trace.analysis.diagnosis.text import diagnosis_json, story
 from tim_trace.analysis.watch.watch import Watcher
 
 STEPS, AT, ROWS = 40, 25, 16
@@ -88,13 +85,6 @@ def test_the_report_does_not_call_it_a_run_that_did_not_fall(tmp_path):
     page = path.read_text(encoding="utf-8")
     assert "no collapse<" not in page
     assert "reward, loss NaN or infinite until the end" in page
-
-
-def test_it_comes_before_a_reward_that_no_longer_tells(tmp_path):
-    found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
-    silent = SilentChange(suspects=(Suspect(code="reward", evidence=()),), step=20, low=19, high=21)
-    told = story_of_run(replace(found, silent=silent), None)
-    assert told.startswith("loss is NaN or infinite from step 30 until the end; no collapse detected before that;")
 
 
 def test_logprobs_that_are_no_number_sound_in_every_verb_that_names_alarms(tmp_path):

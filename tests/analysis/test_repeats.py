@@ -9,10 +9,9 @@ from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
-from tim_trace.analysis.facts.other_rows import ScoredRows, scored_rows
 from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_by_step
-from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_in_step, unequal_openings, unequal_share
+from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_share
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.views import open_database
 
@@ -44,7 +43,7 @@ def rows(num_steps=60, n=8, **columns):
 def facts(**given):
     usual = {
         "fall": FALL, "steps": STEPS, "moves": NOTHING, "series": {}, "mismatch": SimpleNamespace(size=0.2), "checked": None,
-        "scored_rows": None, "still_engine": None, "earlier_weights": None, "disagreeing": (0.0, 0.0),
+        "still_engine": None, "earlier_weights": None,
     }  # fmt: skip
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
@@ -93,82 +92,6 @@ def test_equal_is_what_an_exact_engine_leaves(off, num_equal):
     run = sampled_by(lambda step: 20)
     moved = rows(opening=OPENINGS, opening_sampled=run.opening_sampled.reshape(60, 8) + off, opening_trained=SCORED)
     assert read_earlier_weights(moved, BEGINS).num_equal == num_equal
-
-
-# --- a side that disagrees with itself ----------------------------------------------------------------------------------
-
-
-def noisy(of_engine=0.0, of_trainer=0.0, n=8):
-    """Steps of n equal openings, to a share of whose neighbours one side gives two logprobs."""
-
-    def drawn(share):
-        return -1.0 - 0.01 * np.cumsum(np.tile(np.arange(n) / n < share, (60, 1)), axis=1)
-
-    return rows(n=n, opening=STEPS[:, None], opening_sampled=drawn(of_engine), opening_trained=drawn(of_trainer))
-
-
-def test_equal_openings_of_a_step_are_held_against_each_other():
-    assert unequal_openings(noisy()) == (0.0, 0.0)
-    assert unequal_openings(noisy(of_engine=0.5)) == (pytest.approx(3 / 7), 0.0)
-    assert unequal_openings(noisy(of_trainer=1.0)) == (0.0, 1.0)
-    few = rows(num_steps=2, opening=np.arange(1, 3)[:, None], opening_sampled=-1.0, opening_trained=-1.0)
-    assert np.isnan(unequal_openings(few)).all()  # 14 pairs
-
-
-@pytest.mark.parametrize(("since", "before", "expected"), [
-    (0.29, 0.0, (0.0, 0.0)), (0.3, 0.05, (0.3, 0.0)), (0.3, 0.06, (0.0, 0.0)), (0.3, np.nan, (0.3, 0.0)),
-])  # fmt: skip
-def test_noise_counts_from_a_third_on_that_was_not_there_before(monkeypatch, since, before, expected):
-    of = iter([(since, 0.0), (before, 0.0)])
-    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts.unequal_openings", lambda part: next(of))
-    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts._mismatch_begins", lambda facts: 30)
-    assert Facts.disagreeing.func(facts(rollouts=rows())) == expected
-
-
-@pytest.mark.parametrize(("size", "expected"), [(0.029, (0.0, 0.0)), (0.031, (0.9, 0.0))])
-def test_of_two_logprobs_of_one_opening_that_are_rounded_otherwise_no_noise_is_told(monkeypatch, size, expected):
-    """A bf16 engine rounds by the shapes of its batches."""
-    of = iter([(0.9, 0.0), (np.nan, np.nan)])
-    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts.unequal_openings", lambda part: next(of))
-    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts._mismatch_begins", lambda facts: 30)
-    assert Facts.disagreeing.func(facts(rollouts=rows(), mismatch=SimpleNamespace(size=size))) == expected
-
-
-# --- rewards of equal responses -------------------------------------------------------------------------------------------
-
-
-def test_equal_responses_of_a_step_have_one_reward_or_two():
-    twice = np.repeat(np.arange(240).reshape(60, 4), 2, axis=1)
-    given = np.tile([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], (60, 1))
-    assert unequal_in_step(rows(whole=twice, reward=given)) == (240, 0.25)
-    assert unequal_in_step(rows(whole=twice, reward=np.repeat(given[:, ::2], 2, axis=1))) == (240, 0.0)
-    num, share = unequal_in_step(rows(num_steps=4, whole=twice[:4], reward=given[:4]))
-    assert num == 16
-    assert np.isnan(share)
-
-
-# --- logprobs of rows that lie beside each other ------------------------------------------------------------------------
-
-
-def beside(num_fitting, num_alike=0, n=100):
-    """Rows with logprobs of the row after: so many of them to the bit, and so many rows whose neighbours are all alike."""
-    place = np.arange(60 * n).reshape(60, n)
-    row = place % n
-    sampled = np.where(row < num_alike, -0.5, -1 - place / 1e3)
-    others = np.roll(sampled, 3, axis=1) - np.where(row < num_fitting, 0.0, 0.01 + row / 1e4)
-    return rows(60, n, sampled=sampled, likelihood=np.where(STEPS[:, None] >= 30, others, sampled))
-
-
-@pytest.mark.parametrize(("num_fitting", "is_moved"), [(100, True), (60, True), (30, False)])
-def test_logprobs_that_are_those_of_one_row_beside_are_found(num_fitting, is_moved):
-    assert scored_rows(beside(num_fitting), 30, 1e-5).explains == is_moved
-
-
-@pytest.mark.parametrize(("share", "by_chance", "explains"), [
-    (0.951, 0.5, True), (0.949, 0.5, False), (0.4, 0.16, True), (0.39, 0.0, False), (0.6, 0.3, False),
-])  # fmt: skip
-def test_of_a_certain_policy_nearly_all_rows_have_to_fit(share, by_chance, explains):
-    assert ScoredRows(step=1, num_other=99, share=share, by_chance=by_chance).explains == explains
 
 
 # --- beside a control ---------------------------------------------------------------------------------------------------
@@ -223,16 +146,7 @@ def marked(step, draw):
     return np.c_[np.where(draw.random(32) < share, 5, 4), draw.integers(10, 14, (32, 3))]
 
 
-def paired(step, draw):
-    """Prompts of two tokens twice, in a different order starting at step 40: no token and no place is new."""
-    a, b = draw.integers(10, 14, (2, 32))
-    b = np.where(a == b, 10 + (b - 9) % 4, b)
-    return np.c_[a, b, a, b] if step >= 40 else np.c_[a, b, b, a]
-
-
-@pytest.mark.parametrize(
-    ("prompts_of", "series", "low"), [(marked, "share_new_places", 40), (paired, "prompt_pattern_shift", 40)]
-)
+@pytest.mark.parametrize(("prompts_of", "series", "low"), [(marked, "share_new_places", 40)])
 def test_prompts_with_a_new_token_at_a_place_or_other_places_alike_are_listed(tmp_path, prompts_of, series, low):
     found = read_recorded(record_prompts(tmp_path / "run", prompts_of), ("train", "rollout"))
     first = next(change for change in found if change.series == series)
@@ -270,24 +184,8 @@ def test_what_a_tool_wrote_is_no_part_of_a_response_s_likelihood(tmp_path):
 # --- a loss that counts other tokens, and rewards that are a matter of length -----------------------------------------------
 
 
-def with_masks(num_masked, **columns):
-    """Sixteen responses that come at every step, of which so many tokens do not count, [60, 1] or [60, 16]."""
-    return rows(n=16, whole=np.arange(16), num_masked=num_masked, **columns)
-
-
-def masks_of(rollouts, fall=FALL):
-    found = SimpleNamespace(rollouts=rollouts, fall=fall, steps=STEPS)
-    found._given_otherwise = lambda column, least: Facts._given_otherwise(found, column, least)
-    return Facts.changed_masks.func(found)
-
-
 def from_31(values):
     return np.where(STEPS[:, None] >= 31, values, 2.0)
-
-
-def test_masks_that_differ_all_along_or_without_a_fall_are_no_change():
-    assert masks_of(with_masks(np.tile([[2.0], [5.0]], (30, 1)))) is None
-    assert masks_of(with_masks(from_31(5.0)), fall=None) is None
 
 
 def test_a_reference_is_not_held_against_other_tokens_of_a_response():

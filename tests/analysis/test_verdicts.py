@@ -232,7 +232,7 @@ def caused(found, first, **checked):
     )
 
 
-NOISY = ("engine_disagrees", {"share": 0.9})
+NOISY = ("not_sampled_so", {"entropy": 0.5})
 MOVED = ("prompts_changed", {"step": 7})
 BASELINE = DataFinding(code="baseline", share=1.0, since=5, is_notice=False, next="")
 

@@ -7,26 +7,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....schemas.passes import REFERENCE
 from ...facts import thresholds as ft
 from ...facts.recorded import read_recorded
-from ...facts.relations import correlation, length_correlation, relation
+from ...facts.relations import length_correlation, relation
 from ...facts.rollouts import Rollouts, least_reward, repeated_responses, reward_differences, shared_responses
-from ...facts.two_runs import moved_tokens
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
-from .engine import weighs
-from .timing import declared_lag, is_farther_behind
+from .engine import declared_lag, is_farther_behind, weighs
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
 _SHOWS = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
-_LASTS = (2, 8)
-"""The mismatch must persist between these two numbers of steps after a difference in scoring. By the first, the engine
-has the new weights."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -39,11 +33,6 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
         cause = str(finding.numbers.get("cause")) if finding is not None and finding.signal == "engine_weights" else ""
         behind = cause == "stale_weights" or is_farther_behind(facts, control)
         group = "behind" if behind else "at_once" if parted.num_before == 0 or cause else "later"
-    if parted.code == SCORING:
-        values, at = facts.values("mean_abs_d"), int(np.searchsorted(facts.steps, parted.step))
-        later = values[at + _LASTS[0] : at + _LASTS[1]]
-        later = later[np.isfinite(later)]
-        group = "lasts" if len(later) and float(np.median(later)) >= 0.5 * float(values[at]) else ""
     if parted.code == SAMPLING:
         group = "few" if int(parted.values["num_equal"]) > 0.8 * int(parted.values["num_sequences"]) else ""
     level = 1.0
@@ -54,13 +43,11 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield how the first differing update differs: in gradient, size, Adam's moments, loss and resulting weights."""
+    """Yield how the first differing update differs: in gradient, size, loss and resulting weights."""
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
-    gradient, size, moment = (
-        _ratio(facts, control, name, step) for name in ("grad_norm", "update_to_weight", "adam_second_moment")
-    )
+    gradient, size = (_ratio(facts, control, name, step) for name in ("grad_norm", "update_to_weight"))
     if math.isfinite(gradient):
         is_equal = abs(gradient - 1) <= _SAME
         if is_equal and apart >= _SHOWS:
@@ -73,9 +60,6 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
             yield fact("update_is_other", max(of_ratio(by_optimizer, 1.1, 10.0), 0.0), step=step, factor=size)
             if is_equal and abs(size - 1) <= _SAME:
                 yield fact("update_is_equal", 1.0, step=step, factor=size)
-        if math.isfinite(moment):
-            far = max(min(1.0, gradient**2) - moment, moment - max(1.0, gradient**2), 0.0)
-            yield fact("moment_is_other", float(np.tanh(far)), step=step, factor=moment)
     elif math.isfinite(size):
         yield fact("update_grows", of_ratio(size, 1.0, 10.0), step=step, factor=size)
     else:
@@ -94,42 +78,6 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         )
     if math.isfinite(apart):
         yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
-
-
-def policy(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield how the policy changes after the first differing update: its distance to the reference, and its entropy."""
-    if parted is None or parted.code != UPDATE:
-        return
-    step = parted.step
-    after = next((int(each) for each in facts.steps if each > step), None)
-    if after is not None and np.isfinite(facts.rollouts.reference).any():
-        moved = moved_tokens(facts.database, control.database, after, facts.pair[0], REFERENCE)
-        known = np.isfinite(moved.distance)
-        if known.sum() >= 50:
-            by_distance = abs(correlation(moved.moved[known], moved.distance[known]))
-            by_logprob = abs(correlation(moved.moved[known], moved.logprob[known]))
-            is_reload = by_distance >= 0.95
-            yield fact(
-                "moved_by_distance",
-                max(by_distance - by_logprob / 2, 0.0),
-                "whole" if is_reload else "",
-                step=step,
-                correlation=by_distance,
-            )
-    distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
-    near = [distance[(steps > step) & (steps <= step + 3)] for steps, distance in distances]
-    if min(map(len, near)):
-        farther = float(near[0].mean() - near[1].mean())
-        yield fact("leaves_reference", float(np.tanh(farther / 0.2)), step=step, farther=farther)
-    since = facts.steps > step
-    if facts.fall is not None:
-        since &= facts.steps <= max(facts.fall.interval[1], step + 12)
-    n = min(len(facts.steps), len(control.steps))
-    apart = (facts.values("entropy")[:n] - control.values("entropy")[:n])[since[:n]]
-    apart = apart[np.isfinite(apart)]
-    if len(apart) >= 4:
-        share = float((apart > 0).mean())
-        yield fact("entropy_parts_first" if share > 0.5 else "entropy_lower", 2 * share - 1, step=step, share=share)
 
 
 def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -173,7 +121,7 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         yield fact(
             "advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control
         )
-    lags = [declared_lag(run).at_fall for run in (facts, control)]
+    lags = [declared_lag(run)[0] for run in (facts, control)]
     if is_farther_behind(facts, control):
         yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
     if facts.mismatch is not None and control.mismatch is not None:
@@ -216,13 +164,7 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
         yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
 
 
-_OF_RUN = (
-    "setting_changed",
-    "reference_changed",
-    "reference_jumps",
-    "responses_cut",
-    "prompts_changed",
-)
+_OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "prompts_changed")
 """Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
 
 
@@ -249,4 +191,4 @@ def _at(facts: Facts, name: str, step: int) -> float:
     return float(facts.values(name)[place]) if place < len(facts.steps) else math.nan
 
 
-ALL = (first, update, policy, rewards, rest, given)
+ALL = (first, update, rewards, rest, given)

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
+from ...facts.changes import ChangePoint
 from ...facts.mismatch import FROM_UPDATES
+from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
+from .. import thresholds as t
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, is_grown_beside_lag, largest_rise, order
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -32,11 +34,8 @@ def size(facts: Facts) -> Iterator[Fact]:
         yield fact("no_passes", 1.0)
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
-    lag = declared_lag(facts).at_fall
-    if run.begins == FROM_UPDATES and not run.grows and lag < 1:
+    if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
         yield fact("mismatch_steady", weighs(facts))
-    if facts.grows_from_nothing and lag < 1:
-        yield fact("mismatch_grows_by_updates", weighs(facts), step=facts.moves.step("mean_abs_d") or 0)
 
 
 def rise(facts: Facts) -> Iterator[Fact]:
@@ -46,13 +45,13 @@ def rise(facts: Facts) -> Iterator[Fact]:
         return
     factor = largest.after / max(largest.before, 1e-12)
     values = {"step": largest.step, "low": largest.low, "high": largest.high}
-    when = order(facts, largest)
+    when = order_beside(largest, facts.fall)
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
-    code = {FIRST: "mismatch_grows_before_fall", AFTER: "mismatch_grows_after_fall"}.get(
-        when, "mismatch_grows_with_fall"
-    )
+    code = {
+        BEFORE: "mismatch_grows_before_fall", WITH: "mismatch_grows_with_fall", AFTER: "mismatch_grows_after_fall",
+    }[when]  # fmt: skip
     yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
     if step is not None and when != AFTER:
@@ -84,56 +83,31 @@ def check(facts: Facts) -> Iterator[Fact]:
         yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 
-def rows(facts: Facts) -> Iterator[Fact]:
-    """Yield the share of logprobs that belong to other rows."""
-    if (found := facts.scored_rows) is not None:
-        yield fact("logprobs_of_other_rows", found.share - found.by_chance, **found.values)
-
-
-def noise(facts: Facts) -> Iterator[Fact]:
-    """Yield how often equal prefixes of one step get different logprobs, from the engine and from the trainer."""
-    engine, trainer = facts.disagreeing
-    if engine > trainer:
-        yield fact("engine_disagrees", engine, share=engine)
-    elif trainer > 0:
-        yield fact("trainer_disagrees", trainer, share=trainer)
-
-
 def age(facts: Facts) -> Iterator[Fact]:
     """Yield what repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
-    if still is not None:
-        code = "engine_stands_still" if still.explains else "engine_moves_on"
-        yield fact(
-            code,
-            (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts),
-            **still.values,
-        )
+    if still is not None and still.explains:
+        yield fact("engine_stands_still", (still.still - still.of_trainer) * weighs(facts), **still.values)
+    elif still is not None:
+        yield fact("engine_moves_on", (1 - still.still) * weighs(facts), **still.values)
     if earlier is not None and earlier.explains:
         of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        yield fact(
-            of_one if earlier.is_one else "earlier_weights_of_several_steps",
-            weighs(facts),
-            "",
-            "earlier_weights",
-            **earlier.values,
-        )
+        code = of_one if earlier.is_one else "earlier_weights_of_several_steps"
+        yield fact(code, weighs(facts), "", "earlier_weights", **earlier.values)
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """Yield the declared lag of the sampling weights."""
-    found, size = declared_lag(facts), facts.mismatch.size if facts.mismatch else 0.0
-    if is_declared_fresh(facts):
+    """Yield the declared lag of the sampling weights; a constant lag is normal in asynchronous training."""
+    at_fall, usual = declared_lag(facts)
+    values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
+    recorded = facts.values("version_lag")[np.isfinite(facts.values("version_lag"))]
+    if len(recorded) and not recorded.any():
         yield fact("declared_fresh", 1.0)
-    elif found.at_fall >= 1 and is_grown_beside_lag(facts, found):
-        yield fact("mismatch_grows_beside_lag", weighs(facts), lag=found.at_fall, mean_abs_d=size)
-    elif found.at_fall >= 1 and found.grew:
-        level = of_ratio(found.at_fall, max(found.usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
-        yield fact("declared_lag_grows", level, lag=found.at_fall, lag_before=found.usual, mean_abs_d=size)
-    elif found.at_fall >= 1:
-        yield fact(
-            "declared_lag", of_ratio(found.at_fall, 1.0, 16.0) * weighs(facts), lag=found.at_fall, mean_abs_d=size
-        )
+    elif at_fall >= max(1.0, t.LAG_GROWS * usual):
+        level = of_ratio(at_fall, max(usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
+        yield fact("declared_lag_grows", level, lag_before=usual, **values)
+    elif at_fall >= 1:
+        yield fact("declared_lag", of_ratio(at_fall, 1.0, 16.0) * weighs(facts), **values)
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
@@ -144,7 +118,7 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
-    steps, logprob = facts.rollouts.sampled_by_step
+    steps, logprob = facts.rollouts.by_step(facts.rollouts.sampled)
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropy, surprisal = facts.values("entropy")[known][of], -logprob[at]
     before, since = shared < facts.fall.interval[0] - ft.AHEAD, shared > facts.fall.latest
@@ -161,4 +135,39 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
     yield fact("not_sampled_so", level, ratio_before=usual, ratio_since=ratio, **values)
 
 
-ALL = (size, rise, check, rows, noise, age, lag, unsampled)
+def largest_rise(facts: Facts) -> ChangePoint | None:
+    """Return the largest growth of the mismatch, or None."""
+    changes = [change for change in facts.changes.get("mean_abs_d", ()) if change.size_in_sd > 3.0]
+    return max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
+
+
+def declared_lag(facts: Facts) -> tuple[float, float]:
+    """Return the lag of the sampling weights, in updates, at the onset and while the run still learned; 0 if unknown.
+
+    At the onset: the largest median over a tenth of the run; without a drop, over the whole run. While it learned: the
+    median before the onset or, if less than a tenth of the run precedes it, until a good part of the outcome is lost.
+    """
+    values = np.abs(facts.values("version_lag"))
+    known = np.isfinite(values)
+    if not known.any():
+        return 0.0, 0.0
+    steps, values = facts.steps[known], values[known]
+    if facts.fall is None:
+        first, last = steps[0], steps[-1]
+    else:
+        first, last = facts.fall.interval[0] - ft.AHEAD, facts.fall.latest
+    learned = steps < first if (steps < first).mean() >= t.LEARNED else steps <= last
+    at = (steps >= first) & (steps <= last)
+    at_fall, usual = values[at] if at.any() else values, values[learned] if learned.any() else values
+    width = min(max(len(values) // 10, 3), len(at_fall))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(at_fall, width), axis=-1)
+    return float(medians.max()), float(np.median(usual))
+
+
+def is_farther_behind(facts: Facts, control: Facts) -> bool:
+    """Return True if a run lags further behind than its baseline run, beyond the usual scatter of asynchronous runs."""
+    of_run, of_control = declared_lag(facts)[0], declared_lag(control)[0]
+    return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
+
+
+ALL = (size, rise, check, age, lag, unsampled)

@@ -10,21 +10,15 @@ import numpy as np
 from ...facts import thresholds as ft
 from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
+from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
-from ...facts.rollouts import Rollouts, other_endings
+from ...facts.rollouts import other_endings
 from ...facts.series import FLAT
+from ...statement import Measured
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from .timing import AFTER, order
 from .training import nearness, values_of
 
-_ORDERS = {
-    "members_first": "rewards_members_first", "groups_first": "rewards_groups_first", "halves": "rewards_halves",
-    "next_in_groups": "rewards_next_in_groups", "previous_in_groups": "rewards_next_in_groups",
-    "shortest_first": "rewards_by_finish", "longest_first": "rewards_by_finish", "shortest_first_in_groups": "rewards_by_finish",
-    "last_step": "rewards_of_last_step", "reversed": "rewards_reversed", "reversed_in_groups": "rewards_reversed_in_groups",
-}  # fmt: skip
-"""Row order, one of rollouts.ORDERS -> code of the fact."""
 _FEWEST_STEPS = 5
 """Minimum number of steps before a drop for the usual size of advantages to be known."""
 
@@ -34,7 +28,7 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
-    """Yield how often identical responses get different rewards, since the drop and before it."""
+    """Yield how often identical responses get different rewards since the drop, relative to before it."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
         return
@@ -42,34 +36,20 @@ def repeats(facts: Facts) -> Iterator[Fact]:
     if found.unequal > 0.01 and not facts.rewards_lie_off:
         grown = max(found.unequal - before, 0.0) / max(found.unequal, 1e-12)
         yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
-    since, usual = (_known(value) for value in facts.unequal_in_step)
-    if since > usual and not facts.rewards_lie_off:
-        yield fact(
-            "rewards_disagree_in_step", math.sqrt(since) * (since - usual) / since, share=since, before_share=usual
-        )
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that belong to other rows or other prompts."""
-    found, graded = facts.repeated, facts.graded_elsewhere
-    if graded is not None:
-        values = {"shift": graded.shift, "num_responses": graded.num_responses, "share": graded.equal}
-        yield fact("rewards_of_other_prompts", 1.0, "", "in_other_rows", chance_share=graded.by_chance, **values)
-    elif facts.sorted_in_groups is not None:
-        share, before = facts.sorted_in_groups
-        yield fact("rewards_sorted", 1.0, "", "in_other_rows", share=share, before_share=before)
-    elif found.num_pairs and found.lies_off:
-        code = _ORDERS[found.order] if found.order else "rewards_in_other_rows"
-        values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "shift": found.shift}
-        yield fact(code, 1.0, "", "in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
-    elif facts.moved_rewards is not None and not facts.reordered.is_permuted:
-        kept = facts.moved_rewards
+    """Yield rewards that belong to other rows."""
+    found = facts.repeated
+    if found.num_pairs and found.lies_off:
+        values: dict[str, Measured] = {
+            "num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order,
+        }  # fmt: skip
         yield fact(
-            "rewards_move_rows", 1.0, "", "in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean
+            "rewards_in_other_rows", 1.0, "", "in_other_rows", unequal_ordered_share=found.unequal_ordered, **values
         )
-    elif facts.rewards_lie_off:
-        other = facts.reordered
-        yield fact("rewards_reordered", 1.0, "", "in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
+    elif facts.moved_rewards is not None:
+        yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
@@ -79,24 +59,8 @@ def changed(facts: Facts) -> Iterator[Fact]:
         return
     if by_length := facts.pays_length_since:
         yield fact("length_pays_since", abs(by_length), correlation=by_length, **{name: found.values[name] for name in ("step", "num_responses")})  # fmt: skip
-        return
-    within, before = (_known(value) for value in facts.unequal_in_step)
-    is_of_response = within <= 0.01 and before <= 0.01
-    yield fact("rewards_of_other_rule" if is_of_response else "rewards_changed", math.sqrt(found.share), **found.values)
-
-
-def likelihood(facts: Facts) -> Iterator[Fact]:
-    """Yield how reward relates to likelihood at the onset and before it. Training makes rewarded responses likelier."""
-    assert facts.fall is not None
-    now, usual = (
-        relation(part, "likelihood", "reward") for part in (facts.around_fall(), facts.rollouts.until(facts.breaks - 1))
-    )
-    if math.isnan(now.by_group):
-        return
-    values = {"correlation": now.by_group, "negative_share": now.negative}
-    if not math.isnan(usual.by_group):
-        yield fact("likelier_earned_more", usual.by_group - now.by_group, "lost", correlation=now.by_group, correlation_before=usual.by_group)  # fmt: skip
-        yield fact("likelier_earn_less", max(now.negative - usual.negative, 0.0), "share", **values)
+    else:
+        yield fact("rewards_changed", math.sqrt(found.share), **found.values)
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
@@ -115,41 +79,30 @@ def alone(facts: Facts) -> Iterator[Fact]:
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the recorded reward drops with the evaluation, and rewards beyond their earlier range."""
-    assert facts.fall is not None
-    if facts.is_held_out:
+    """Yield an evaluation that holds while the recorded reward drops, or a reward that stays up while it drops."""
+    fall, reward = facts.fall, facts.values("reward")
+    if fall is not None and facts.outcome is not None and facts.outcome.is_evaluation and fall.outcome == "reward":
         yield fact("evaluation_holds", 1.0)
-    before, since = (part.reward[np.isfinite(part.reward)] for part in (facts.well_before, facts.since_fall))
-    if len(before) and len(since) and np.ptp(before) > 0:
-        share = float((since > before.max() + 0.2 * np.ptp(before)).mean())
-        values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
-        yield fact("rewards_beyond_range", math.sqrt(share), **values)
-    if facts.reward_beside is None or facts.outcome is None or facts.fall.kind == FLAT:
+    known = np.flatnonzero(np.isfinite(reward))
+    if fall is None or fall.kind == FLAT or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
         return
-    of_reward, fall = facts.reward_beside, facts.fall
-    lost = (of_reward[0] - of_reward[1]) / max(abs(of_reward[0]), 1e-12) / max(fall.share, 1e-12)
-    values = {
-        "outcome_before": fall.before,
-        "outcome_after": fall.after,
-        "reward_before": of_reward[0],
-        "reward_after": of_reward[1],
-    }
+    width = max(len(known) // 10, 3)
+    until = known[facts.steps[known] <= max(fall.step, facts.steps[known[2]])]
+    before, after = float(reward[until][-width:].mean()), float(reward[known[-width:]].mean())
+    lost = (before - after) / max(abs(before), 1e-12) / max(fall.share, 1e-12)
     if lost < 0.3:
+        values = {
+            "outcome_before": fall.before,
+            "outcome_after": fall.after,
+            "reward_before": before,
+            "reward_after": after,
+        }
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
     """Yield how advantages follow rewards within groups, since the drop and before."""
-    since = facts.since_fall
-    if (broken := facts.advantages_break) is not None:
-        since = facts.rollouts.since(broken[0])
-        yield fact(
-            "advantages_turn",
-            broken[1] - broken[2],
-            step=broken[0],
-            correlation_before=broken[1],
-            correlation=broken[2],
-        )
+    since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
         return
@@ -170,20 +123,12 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that lose a sign, change their mean or scale, or burst."""
+    """Yield advantages that change their mean or scale, or burst."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
     if len(a) < 20 or len(b) < 20:
         return
-    negative, now, positive = float((a < 0).mean()), float((b < 0).mean()), float((b > 0).mean())
-    level = (
-        min(negative * 4, 1.0)
-        * max(1 - now / max(negative, 1e-12), 0.0) ** 2
-        * min(positive * 4, 1.0)
-        * min(_known(since.share_below_group) * 4, 1.0)
-    )
-    yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
     near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
@@ -222,7 +167,7 @@ def length(facts: Facts) -> Iterator[Fact]:
     """Yield how response length changes, and whether the reward depends on length."""
     assert facts.fall is not None
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
-    if changes and paid and order(facts, changes[0]) != AFTER:
+    if changes and paid and order_beside(changes[0], facts.fall) != AFTER:
         far = max(changes, key=lambda each: abs(math.log(max(each.after, 1e-9) / max(changes[0].before, 1e-9))))
         level = paid * of_ratio(far.after, changes[0].before, 3.0)
         values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
@@ -232,7 +177,7 @@ def length(facts: Facts) -> Iterator[Fact]:
         yield fact("length_explains_rewards", share - before, before_share=before, share=share)
 
 
-_MATERIAL = {"share_new_prompts": 0.2, "prompt_pattern_shift": 0.1, "prompt_form_shift": 0.02, "prompt_shift": 0.02}
+_MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 """Series -> size of a change that has a weight of one half, regardless of scatter."""
 
 
@@ -252,12 +197,6 @@ def prompts(facts: Facts) -> Iterator[Fact]:
             best = level, fact("prompts_changed", level, **values_of(change))
     if best is not None:
         yield best[1]
-
-
-def masks(facts: Facts) -> Iterator[Fact]:
-    """Yield identical responses whose loss mask changes."""
-    if (found := facts.changed_masks) is not None:
-        yield fact("masks_change", found.share, **found.values | {"series": "share_masked"})
 
 
 def cut(facts: Facts) -> Iterator[Fact]:
@@ -320,55 +259,12 @@ def endings(facts: Facts) -> Iterator[Fact]:
     if not len(near):
         return
     rests = np.array([share[at : at + 3].min() for at in near])
-    at = near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]
-    sudden = share[at] - share[at - 1] if at else 0.0
-    group = _group_of(facts, int(steps[at]))
-    numbers = {"step": int(steps[at]), "share": float(rests.max()), "before_share": usual}
-    code = "endings_change" if sudden > rests.max() / 2 else "endings_shift"
-    yield fact(code, math.sqrt(max(rests.max() - 4 * usual, 0.0)), group, **numbers)
-
-
-def one_ending(facts: Facts) -> Iterator[Fact]:
-    """Yield the step at which most responses start to end early, with one token that ended few before."""
-    assert facts.fall is not None
-    begins = facts.fall.interval[0] - int(ft.AHEAD)
-    last = facts.rollouts.until(begins - 1).since(begins - 10)
-    steps = np.unique(facts.rollouts.step)
-    near = steps[:-2][(steps[:-2] >= begins) & (steps[:-2] <= facts.fall.latest)]
-    found = [_one_ending_at(facts, int(step), last) for step in near if len(last.ending)]
-    most = max((one.level for one in found), default=0.0)
-    yield from [one for one in found if one.level > most / 2][:1]
-
-
-def _one_ending_at(facts: Facts, step: int, before: Rollouts) -> Fact:
-    now = facts.rollouts.since(step).until(step + 2)
-    tokens, counts = np.unique(now.ending, return_counts=True)
-    token, share = tokens[counts.argmax()], float(counts.max() / len(now.ending))
-    was = float((before.ending == token).mean())
-    sooner = max(of_ratio(float(before.length.mean()), float(now.length.mean()), 3.0), 0.0)
-    values = {"token": int(token), "step": step, "share": share, "before_share": was}
-    return fact("endings_become_one", max(share - was, 0.0) * sooner**0.5, _group_of(facts, step), **values)
-
-
-def _group_of(facts: Facts, step: int) -> str:
-    """Return `policy` if the gradient changed before a step, because the policy may then end its responses differently."""
+    step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
     gradient = facts.moves.step("grad_norm")
-    return "policy" if gradient is not None and gradient < step else ""
+    # A policy may end its responses differently after a change of the gradient.
+    group = "policy" if gradient is not None and gradient < step else ""
+    level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
+    yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (
-    repeats,
-    in_other_rows,
-    changed,
-    likelihood,
-    alone,
-    hidden,
-    advantages,
-    sizes,
-    length,
-    prompts,
-    masks,
-    cut,
-    endings,
-    one_ending,
-)
+ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, cut, endings)

@@ -9,12 +9,12 @@ import numpy as np
 
 from ...facts import thresholds as ft
 from ...facts.changes import POLICY
-from ...facts.conditions import REFERENCE
+from ...facts.conditions import REFERENCE, is_learning_rate
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
-from ..settings import is_learning_rate, suspect_of
+from ..settings import suspect_of
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
@@ -83,13 +83,12 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
-    code = "learning_rate_spike_at_fall" if near else "learning_rate_spike_before_fall"
-    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # a linear warm-up reaches 2
+    # A linear warm-up reaches 2.
+    yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
-    """Yield the size of updates relative to the weights, the largest one at the onset, and single large ones before."""
+    """Yield the size of updates relative to the weights, and the largest one at the onset."""
     assert facts.fall is not None
     values = facts.values("update_to_weight")
     known = np.isfinite(values) & (values > 0)
@@ -105,71 +104,6 @@ def updates(facts: Facts) -> Iterator[Fact]:
         at = np.flatnonzero(near)[int(values[near].argmax())]
         factor = float(values[at] / np.median(before))
         yield fact("update_leaps", max(of_ratio(factor, 1.5, 12.0), 0.0), step=int(steps[at]), factor=factor)
-    burst = float(np.sort(until)[-2] / size)
-    yield fact("update_bursts", max(of_ratio(burst, 3.0, 10.0), 0.0), num_updates=int((until > 8 * size).sum()), burst_factor=8.0, max_factor=float(until.max() / size))  # fmt: skip
-
-
-def first(facts: Facts) -> Iterator[Fact]:
-    """Yield what changes before anything else: the gradient, the updates, the policy (abruptly) or the loss."""
-    found = facts.moves
-    step, sampled = found.step("grad_norm"), found.step("sampled")
-    group = "reference" if np.isfinite(facts.rollouts.reference).any() else ""
-    if (
-        step is not None
-        and found.size("grad_norm", step) > 0
-        and not found.moves_at(step, "reward", "mean_abs_d", *POLICY)
-    ):
-        yield fact("gradient_moves_first", 1.0, group, step=step)
-    elif (
-        sampled is not None
-        and found.moves_at(sampled, "reward")
-        and not (
-            found.moves_at(sampled, "mean_abs_d", "grad_norm")
-            or found.moves_at(sampled - 1, "reward", "relation", *POLICY)
-        )
-    ):
-        yield fact("policy_moves_at_once", 1.0, step=sampled)
-    step = found.step("update_to_weight")
-    if (
-        step is not None
-        and found.size("update_to_weight", step) > 0
-        and not found.moves_at(step, "reward", "grad_norm", *POLICY)
-    ):
-        yield fact("update_moves_first", 1.0, step=step)
-    step = found.step("loss")
-    if step is not None and not found.moves_at(step, "reward", "mean_abs_d", *POLICY):
-        size = found.size("loss", step)
-        yield fact(
-            "loss_moves_up" if size > 0 else "loss_moves_down",
-            1.0,
-            group if size > 0 else "",
-            step=step,
-            in_sd=abs(size),
-        )
-
-
-def terms(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that follow -logprob or the distance to the reference since the drop, as a reward term would."""
-    assert facts.fall is not None
-    begins, last = facts.fall.low, facts.moves.last + int(ft.AHEAD)
-    follows = facts.moves.columns.get("follows")
-    for name, code in (("surprises", "advantages_by_surprise"), ("leaves", "advantages_by_distance")):
-        column = facts.moves.columns.get(name)
-        if column is None:
-            continue
-        since, before = (
-            (column.steps >= begins) & (column.steps <= last),
-            column.steps < facts.fall.interval[0] - ft.AHEAD,
-        )
-        if min(since.sum(), before.sum()) < 3:
-            continue
-        usual, now = float(np.median(column.values[before][-15:])), float(np.median(column.values[since]))
-        of_reward = (
-            follows.values[(follows.steps >= begins) & (follows.steps <= last)] if follows is not None else np.empty(0)
-        )
-        beside = abs(float(np.median(of_reward))) if len(of_reward) else 0.0
-        level = max(abs(now) - max(np.sign(now) * usual, 0.0) - beside / 2, 0.0)
-        yield fact(code, level, correlation_before=usual, correlation=now)
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
@@ -205,7 +139,7 @@ def reference(facts: Facts) -> Iterator[Fact]:
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
     )
-    steps, distance = facts.rollouts.reference_distance_by_step
+    steps, distance = facts.rollouts.by_step(facts.rollouts.likelihood - facts.rollouts.reference)
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
@@ -231,4 +165,4 @@ def reference(facts: Facts) -> Iterator[Fact]:
         )
 
 
-ALL = (settings, unusual, rate, updates, first, terms, entropy, reference)
+ALL = (settings, unusual, rate, updates, entropy, reference)
