@@ -121,7 +121,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
         decide = configured  # a setting acts through the update or the sampling
     else:
         decide = [*shown[:1], *configured]
-    is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE) for one in decide}) == 1)
+    is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE, suspects) for one in decide}) == 1)
     if facts.new_reward is not None:  # the run alone shows that the reward changed
         supposed = _supposed(facts, [facts.new_reward.step])
     else:
@@ -130,7 +130,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     return replace(
         result, control=control.trace, kind=INTERVENTION if is_intervention else OBSERVATION,
         difference_codes=tuple(
-            Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown
+            Difference(suspect=supported(one, BESIDE, suspects), code=one.code, values=one.values) for one in shown
         ),
         note_codes=(*result.note_codes, *notes),
     )  # fmt: skip

@@ -137,9 +137,16 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
     return tuple(sorted(found, key=lambda suspect: -suspect.probability))
 
 
-def supported(one: Fact, situation: str) -> str:
-    """Return the suspect that a fact supports most; `unknown` if the model does not know the fact."""
+_NEAR = 0.6
+"""Suspects that a fact supports at least this much, relative to the one that it supports most, are told apart by all facts."""
+
+
+def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
+    """Return the suspect that a fact supports most, or the most probable of those that it supports about as much; `unknown`
+    if the model does not know the fact."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"
-    return str(fitted["classes"][int(np.argmax(one.level * np.array(fitted["coefficients"][one.feature])))])
+    support = one.level * np.array(fitted["coefficients"][one.feature])
+    near = [code for code, points in zip(fitted["classes"], support, strict=True) if points >= _NEAR * support.max()]
+    return next((each.code for each in suspects if each.code in near), near[0])

@@ -438,7 +438,8 @@ def test_an_evaluation_that_holds_while_the_reward_falls_is_a_fall_and_clears_th
 def test_a_declared_lag_of_0_is_never_staleness(tmp_path, gap):
     found = attribute(record(tmp_path / "run", Plan(gap=gap)))
     (staleness,) = (suspect for suspect in found.suspects if suspect.code == "staleness")
-    assert staleness.probability < 0.1  # versions may be wrong, too
+    assert found.suspects[0] is not staleness
+    assert staleness.probability < 0.2  # versions may be wrong, too
 
 
 SOUND = always(0.9)
