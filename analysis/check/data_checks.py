@@ -715,7 +715,7 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
         is_sample, num, _, name, value, ends, off, distance, _ = min(found, key=lambda entry: entry[:3])
         if num > 2 and (not is_sample or 2 * num > len(off)):
             worst = ends[np.argmax(np.where(off, distance, -1.0))]
-            numbers: Numbers = {
+            numbers = {
                 "name": name, "logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst]),
             }  # fmt: skip
             at = np.searchsorted(run.steps, steps[ends])
@@ -871,8 +871,8 @@ def _recorded_text(run: _Run) -> Iterator[DataFinding]:
     if (sample := run.sample) is None:
         return
     at = np.searchsorted(run.steps, sample.steps)
-    prompts = [None if each is None else np.asarray(each) for each in sample.prompts]
-    known = np.array([each is not None and len(each) > 3 for each in prompts])
+    prompts = [np.asarray(each or ()) for each in sample.prompts]
+    known = np.array([len(each) > 3 for each in prompts])
     if known.sum() >= 8:
         first = np.array([each[0] if ok else -1 for each, ok in zip(prompts, known, strict=True)])
         again = np.array([ok and each[0] == each[1] for each, ok in zip(prompts, known, strict=True)])
