@@ -83,14 +83,9 @@ class CheckResult(Result):
 
 
 def check(
-    trace: str | os.PathLike[str],
-    *,
-    pair: str = "train:rollout",
-    steps: str = ALL_STEPS,
-    partial: bool = False,
-    ray: str | None = None,
-    progress: Progress = no_progress,
-) -> CheckResult:
+    trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = ALL_STEPS, partial: bool = False,
+    ray: str | None = None, progress: Progress = no_progress,
+) -> CheckResult:  # fmt: skip
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     Each fault of FAULTS found is reported with its evidence, effect in nats, share of affected tokens, and a command to
@@ -121,21 +116,13 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
     execute, source = database.connection.execute, database.sources[0]
     contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
     return PairData(
-        trace=trace,
-        steps=database.steps,
-        condition=database.step_condition(),
-        sample=sample,
-        sums=_sums(database, pair),
-        contracts={name: json.loads(text) for name, text in contracts if text},
+        trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
+        sums=_sums(database, pair), contracts={name: json.loads(text) for name, text in contracts if text},
         passes=[name for (name,) in execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()],
-        has_weights=source.store.exists(WEIGHTS),
-        is_import=source.manifest.is_import,
+        has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
-        attempts=attempts(database),
-        engine=_engine(database),
-        first=_first_step(database, pair),
-        keep=sample.compared,
-    )
+        attempts=attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
+    )  # fmt: skip
 
 
 _engine = cached(read_engine_verdict)
@@ -171,18 +158,11 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
-        trace=data.trace,
-        pair=pair,
-        steps=data.steps,
-        num_tokens=sums.num_tokens,
-        num_sampled_tokens=int(data.sample.compared.sum()),
-        rms_d=sums.rms_d,
-        findings=tuple(replace(finding, tokens=None) for finding in findings),
-        owners=_owners(data, findings),
-        data=of_data,
-        notes=_notes(data),
-        attempts=data.attempts,
-    )
+        trace=data.trace, pair=pair, steps=data.steps, num_tokens=sums.num_tokens,
+        num_sampled_tokens=int(data.sample.compared.sum()), rms_d=sums.rms_d,
+        findings=tuple(replace(finding, tokens=None) for finding in findings), owners=_owners(data, findings),
+        data=of_data, notes=_notes(data), attempts=data.attempts,
+    )  # fmt: skip
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
@@ -207,10 +187,8 @@ def _notes(data: PairData) -> tuple[str, ...]:
     sample = data.sample
     applies = {
         "few_tokens": data.num_kept < FEW_TOKENS,
-        "no_contract": not any(sample.a.contracts) or not any(sample.b.contracts),
-        "no_entropies": data.entropy is None,
-        "few_steps": len(np.unique(sample.steps)) < 3,
-        "no_prompts": all(prompt is None for prompt in sample.prompts),
+        "no_contract": not any(sample.a.contracts) or not any(sample.b.contracts), "no_entropies": data.entropy is None,
+        "few_steps": len(np.unique(sample.steps)) < 3, "no_prompts": all(prompt is None for prompt in sample.prompts),
         "attempts": len(data.attempts) > 1,
-    }
+    }  # fmt: skip
     return tuple(code for code, holds in applies.items() if holds)

@@ -445,14 +445,12 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         before = np.r_[np.full(sizes[0], np.nan), given[: -sizes[0]]]
         if _fit(before, a) > 0.99:
             return (
-                "rewards_of_other_rows",
-                at > 0,
+                "rewards_of_other_rows", at > 0,
                 {
-                    "explanation": "the rewards of the previous step",
-                    "fit": _fit(before, a),
+                    "explanation": "the rewards of the previous step", "fit": _fit(before, a),
                     "correlation": _fit(centred, a),
                 },
-            )
+            )  # fmt: skip
     return None
 
 
@@ -1008,10 +1006,8 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
     total = sample.lengths + sample.prompt_lengths
     if early.sum() >= max(3, 0.5 * cut.sum()) and np.ptp(sample.lengths[early]) == 0 and np.ptp(total[early]):
         numbers: Numbers = {
-            "num": int(early.sum()),
-            "length": int(sample.lengths[early][0]),
-            "limit": float(np.median(limit[early])),
-        }
+            "num": int(early.sum()), "length": int(sample.lengths[early][0]), "limit": float(np.median(limit[early])),
+        }  # fmt: skip
         yield run.finding("limit_contradicts", early, at, _BY_ROW, numbers)
     if (beyond := np.isfinite(limit) & (limit > 0) & (sample.lengths > limit)).sum() >= 3:
         numbers = {"num": int(beyond.sum()), "length": longest, "limit": float(np.median(limit[beyond]))}
@@ -1026,11 +1022,9 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
     wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
     if wrong.sum() >= max(3, 0.02 * np.isin(said, ("stop", "length")).sum()):
         numbers = {
-            "num": int(wrong.sum()),
-            "num_stop": int((wrong & ~cut).sum()),
-            "num_length": int((wrong & cut).sum()),
+            "num": int(wrong.sum()), "num_stop": int((wrong & ~cut).sum()), "num_length": int((wrong & cut).sum()),
             "length": longest,
-        }
+        }  # fmt: skip
         yield run.finding("finish_contradicts", wrong, at, _BY_ROW, numbers)
 
 
@@ -1071,9 +1065,6 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
         lag, best = (-1, before) if before > after else (1, after)
         if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:
             yield run.finding(
-                "entropies_shifted",
-                everywhere,
-                at,
-                query,
+                "entropies_shifted", everywhere, at, query,
                 numbers | {"which": "next" if lag < 0 else "previous", "own": own, "best": best},
-            )
+            )  # fmt: skip

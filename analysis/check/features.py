@@ -40,12 +40,10 @@ def _size(data: PairData) -> dict[str, float]:
     noise, allowed = logit_error(data), allowed_noise(data)
     middle = float(np.median(noise))
     return {
-        "level": _log(level(data) / allowed),
-        "median": _log(middle / allowed),
-        "tail": _log(float(np.quantile(noise, 0.99)) / max(middle, 1e-9)),
-        "near": float(np.mean(noise < allowed / 4)),
+        "level": _log(level(data) / allowed), "median": _log(middle / allowed),
+        "tail": _log(float(np.quantile(noise, 0.99)) / max(middle, 1e-9)), "near": float(np.mean(noise < allowed / 4)),
         "first_step": _log(growth(data).first / allowed),
-    }
+    }  # fmt: skip
 
 
 def _sampling(data: PairData) -> dict[str, float]:
@@ -59,9 +57,8 @@ def _sampling(data: PairData) -> dict[str, float]:
         "lean": float(d.mean()) / max(float(np.abs(d).mean()), 1e-12),
         "divergence": -float(d.mean()) / max(float(np.mean(d * d)) / 2 + 2 * error, 1e-12),
         "excess_b": _certainty((ratio.mean() - 1) / max(ratio.std() / np.sqrt(num), 1e-12)),
-        "correlation": pearson(data.a, data.b),
-        "follows_b": pearson(d, data.b),
-    }
+        "correlation": pearson(data.a, data.b), "follows_b": pearson(d, data.b),
+    }  # fmt: skip
 
 
 def _tokens(data: PairData) -> dict[str, float]:
@@ -75,10 +72,9 @@ def _positions(data: PairData) -> dict[str, float]:
     log, turn = levels(data), later_turn(data.sample)[data.keep]
     return {
         "later_fall_score": _certainty(_fades(data, data.position > 0)),
-        "position": variance_between(log, data.position)[0],
-        "has_turns": float(turn.any()),
+        "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
         "later_turn": _contrast(log, turn),
-    }
+    }  # fmt: skip
 
 
 def _rows(data: PairData) -> dict[str, float]:
@@ -87,18 +83,14 @@ def _rows(data: PairData) -> dict[str, float]:
     structure, share, exact = error_structure(data), variance_between(log, data.seq)[0], exact_rows(data)[0]
     unsteady, steady_rows = not_repeatable(data) is not None, float(np.clip(1 - share, 0.0, 1.0))
     return {
-        "row": share,
-        "row_signed": variance_between(_moved(data), data.seq)[0],
-        "row_in_step": variance_between(mean, data.sample.steps[rows])[0],
-        "exact_rows": exact,
-        "persistence": structure.persistence,
-        "persistence_within": structure.persistence_within,
-        "sequences": _certainty(structure.sequence_score),
-        "unsteady": float(unsteady),
+        "row": share, "row_signed": variance_between(_moved(data), data.seq)[0],
+        "row_in_step": variance_between(mean, data.sample.steps[rows])[0], "exact_rows": exact,
+        "persistence": structure.persistence, "persistence_within": structure.persistence_within,
+        "sequences": _certainty(structure.sequence_score), "unsteady": float(unsteady),
         "unsteady_rows": unsteady * (exact == 0) * steady_rows**4,
         "twins_both": _log((twins.a + 1e-5) / (twins.b + 1e-5)) if twins.is_known else 0.0,
         "along": _certainty(along_movement(data)),
-    }
+    }  # fmt: skip
 
 
 def _log(ratio: float) -> float:
@@ -502,10 +494,9 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     since = numbers.get("since")
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
-        "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)),
-        "where_text": where,
+        "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)), "where_text": where,
         "since_text": "" if since is None else f", starting at step {since}",
-    }
+    }  # fmt: skip
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:

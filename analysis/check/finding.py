@@ -100,19 +100,10 @@ class Fault:
     """Code of a cause that the recording may show (`numbers["cause"]`) -> its name, used as the title."""
 
     def finding(
-        self,
-        data: PairData,
-        signal: str,
-        affected: np.ndarray | None = None,
-        *,
-        weight: float = 1.0,
-        is_expected: bool = False,
-        next: Advice = NOTHING,
-        broken: Broken | None = None,
-        effect: float | None = None,
-        share: float | None = None,
-        numbers: Mapping[str, Number],
-    ) -> Finding:
+        self, data: PairData, signal: str, affected: np.ndarray | None = None, *, weight: float = 1.0,
+        is_expected: bool = False, next: Advice = NOTHING, broken: Broken | None = None, effect: float | None = None,
+        share: float | None = None, numbers: Mapping[str, Number],
+    ) -> Finding:  # fmt: skip
         """Return a finding about the kept tokens in the mask `affected`, [K] bool; None means all kept tokens."""
         if signal not in self.evidence:
             raise KeyError(signal)
@@ -120,18 +111,11 @@ class Fault:
             share = float(np.mean(affected)) if affected is not None and len(affected) else 1.0
             share *= data.num_kept / max(int(data.sample.compared.sum()), 1)
         return Finding(
-            code=self.code,
-            signal=signal,
-            effect=data.rms(affected) if effect is None else effect,
-            share=share,
-            weight=weight,
-            is_expected=is_expected,
-            next=next,
-            numbers=dict(numbers),
+            code=self.code, signal=signal, effect=data.rms(affected) if effect is None else effect, share=share,
+            weight=weight, is_expected=is_expected, next=next, numbers=dict(numbers),
             tokens=data.keep if affected is None else data.marked(affected),
-            cause=self.causes.get(str(numbers.get("cause")), self.title),
-            side=broken or self.broken,
-        )
+            cause=self.causes.get(str(numbers.get("cause")), self.title), side=broken or self.broken,
+        )  # fmt: skip
 
     def sentence(self, finding: Finding) -> str:
         """Return the evidence for a finding as a sentence with numbers."""

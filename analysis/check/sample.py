@@ -298,34 +298,26 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
     mask = counted(table["mask"], lengths)
     return Sample(
         a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths),
-        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths),
-        tokens=array_of(flat(table["response_ids"])[0]),
+        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths), tokens=array_of(flat(table["response_ids"])[0]),
         mask=np.ones(int(lengths.sum()), bool) if mask is None else mask,
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        steps=array_of(table["step"]),
-        seq_ids=table["seq_id"].to_pylist(),
-        group_ids=table["group_id"].to_pylist(),
-        prompts=table["prompt_ids"].to_pylist(),
-        versions=_versions(table["policy_version"]),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), steps=array_of(table["step"]),
+        seq_ids=table["seq_id"].to_pylist(), group_ids=table["group_id"].to_pylist(),
+        prompts=table["prompt_ids"].to_pylist(), versions=_versions(table["policy_version"]),
         settings={name: _numbers(table[name]) for name in SAMPLING},
         outcomes={name: _numbers(table[name]) for name in ("reward", "advantage")},
         finish_reasons=table["finish_reason"].to_pylist(),
-    )
+    )  # fmt: skip
 
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray) -> PassSample:
     entropy = table[f"entropy_{side}"]
     return PassSample(
-        name=name,
-        logprobs=logprobs.astype(np.float64),
-        is_null=array_of(flat(table[side])[0].is_null()),
+        name=name, logprobs=logprobs.astype(np.float64), is_null=array_of(flat(table[side])[0].is_null()),
         entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
-        versions=_versions(table[f"policy_version_{side}"]),
-        contracts=table[f"contract_{side}"].to_pylist(),
-        writers=table[f"writer_{side}"].to_pylist(),
-        forward_row=_numbers(table[f"forward_row_{side}"]),
+        versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
+        writers=table[f"writer_{side}"].to_pylist(), forward_row=_numbers(table[f"forward_row_{side}"]),
         pad_left=_numbers(table[f"pad_left_{side}"]),
-    )
+    )  # fmt: skip
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:

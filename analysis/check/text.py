@@ -101,10 +101,7 @@ def checked_json(result: CheckResult) -> dict[str, Any]:
         for each in result.findings
     ]
     return {name: value for name, value in asdict(result).items() if name != "attempts"} | {
-        "is_valid": result.is_valid,
-        "broken": result.broken,
-        "findings": findings,
+        "is_valid": result.is_valid, "broken": result.broken, "findings": findings,
         "data": [asdict(each) | {"title": each.title, "sentence": data_text(each)} for each in result.data],
-        "notes": note_texts(result),
-        "note_codes": list(result.notes),
-    }
+        "notes": note_texts(result), "note_codes": list(result.notes),
+    }  # fmt: skip

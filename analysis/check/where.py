@@ -224,23 +224,17 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
     columns: dict[str, np.ndarray] = {
-        "version": _known(sample.versions),
-        "lag": _known(sample.a.versions - sample.b.versions),
-        **sample.settings,
-        "prompt_seen_before": seen_before(sample),
-        "group_id": np.array(sample.group_ids, object),
+        "version": _known(sample.versions), "lag": _known(sample.a.versions - sample.b.versions), **sample.settings,
+        "prompt_seen_before": seen_before(sample), "group_id": np.array(sample.group_ids, object),
         "finish_reason": np.array(sample.finish_reasons, object),
         **{
             f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan)
             for name, values in sample.outcomes.items()
         },
-        "response_length": sample.lengths.astype(float),
-        "prompt_length": prompt.astype(float),
-        "total_length": total.astype(float),
-        "step": sample.steps.astype(float),
-        "row": order.astype(float),
+        "response_length": sample.lengths.astype(float), "prompt_length": prompt.astype(float),
+        "total_length": total.astype(float), "step": sample.steps.astype(float), "row": order.astype(float),
         "group_rank": _group_rank(sample, order),
-    }
+    }  # fmt: skip
     for side, own in (("a", sample.a), ("b", sample.b)):
         columns |= {
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
@@ -263,17 +257,13 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
     from_end = sample.lengths[data.seq] - 1 - position
     counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
     columns: dict[str, np.ndarray] = {
-        "first_token": position == 0,
-        "last_token": from_end == 0,
-        "position": position.astype(float),
-        "total_position": total.astype(float),
-        "from_end": from_end.astype(float),
+        "first_token": position == 0, "last_token": from_end == 0, "position": position.astype(float),
+        "total_position": total.astype(float), "from_end": from_end.astype(float),
         "token_id": sample.tokens[data.keep].astype(float),
         "token_before": np.where(position > 0, sample.previous[data.keep], np.nan),
-        "token_repeated": repeated_in_row(data),
-        "later_turn": later_turn(sample)[data.keep],
+        "token_repeated": repeated_in_row(data), "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
-    }
+    }  # fmt: skip
     for parts in (2, 4, 8, 16):
         chunk = np.maximum(-(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts), 1)
         columns[f"first_of_chunk_{parts}"] = total % chunk == 0

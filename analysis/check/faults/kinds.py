@@ -40,9 +40,7 @@ TAIL_RATIO = 10.0
 """A token is in the tail if its logit error is more than this many times the median; rounding alone reaches six to eight."""
 
 COMPUTATION = Fault(
-    code="computation_differs",
-    title="one side's model differs throughout",
-    broken="computation",
+    code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + SIZE,
@@ -51,14 +49,11 @@ COMPUTATION = Fault(
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
-)
+)  # fmt: skip
 NOT_REPEATABLE = Fault(
-    code="not_repeatable",
-    title="one side gives the same tokens different values",
-    broken="computation",
-    evidence={"judged": judged("dropout, noise, or a context that is not recorded")},
-    words={"judged": judged_words},
-)
+    code="not_repeatable", title="one side gives the same tokens different values", broken="computation",
+    evidence={"judged": judged("dropout, noise, or a context that is not recorded")}, words={"judged": judged_words},
+)  # fmt: skip
 _HINTS = {
     "prompt": "BOS, template, truncation, a cached prefix, or another mask over the prompt",
     "turns": "a template that drops or rewrites earlier turns or tool output, positions that start again",
@@ -69,9 +64,7 @@ _HINTS = {
     "packing": "attention across the rows of a pack; only the first row of each pack is right",
 }
 ROW_CONTEXT = Fault(
-    code="row_context",
-    title="the two sides read different contexts",
-    broken="computation",
+    code="row_context", title="the two sides read different contexts", broken="computation",
     evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
     words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
@@ -83,22 +76,18 @@ ROW_CONTEXT = Fault(
         "padding": "padding is attended to or counted in positions",
         "packing": "packed rows see each other",
     },
-)
+)  # fmt: skip
 ONSET = Fault(
-    code="position_onset",
-    title="the mismatch begins inside sequences",
-    broken="computation",
+    code="position_onset", title="the mismatch begins inside sequences", broken="computation",
     evidence={
         "judged": judged(
             "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, an update during sampling"
         )
     },
     words={"judged": judged_words},
-)
+)  # fmt: skip
 ROUTER_FLIPS = Fault(
-    code="router_flips",
-    title="the two sides choose different experts",
-    broken="engine",
+    code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
         "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median "
         "({bulk:.2g} nats of a logit); for these, the router chose different experts"
@@ -110,19 +99,13 @@ ROUTER_FLIPS = Fault(
             else "the pattern of a mixture of experts"
         }
     },
-)
+)  # fmt: skip
 
 KINDS: Mapping[str, tuple[Fault, str]] = {
-    "weights": (WEIGHTS, ""),
-    "model": (COMPUTATION, ""),
-    "noise": (NOT_REPEATABLE, ""),
-    "prompt": (ROW_CONTEXT, "prompt"),
-    "turns": (ROW_CONTEXT, "turns"),
-    "neighbours": (ROW_CONTEXT, "neighbours"),
-    "onset": (ONSET, ""),
-    "sampler": (PENALTY, ""),
-    "values": (UNRELATED, "values"),
-}
+    "weights": (WEIGHTS, ""), "model": (COMPUTATION, ""), "noise": (NOT_REPEATABLE, ""),
+    "prompt": (ROW_CONTEXT, "prompt"), "turns": (ROW_CONTEXT, "turns"), "neighbours": (ROW_CONTEXT, "neighbours"),
+    "onset": (ONSET, ""), "sampler": (PENALTY, ""), "values": (UNRELATED, "values"),
+}  # fmt: skip
 """Fitted kind -> the fault, and the cause, that it is reported as."""
 TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
@@ -232,13 +215,9 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
 
 
 def _finding(
-    data: PairData,
-    kind: str,
-    cause: str,
-    probability: float | None,
-    place: Where | None,
+    data: PairData, kind: str, cause: str, probability: float | None, place: Where | None,
     rival: Mapping[str, Number] | None = None,
-) -> Finding:
+) -> Finding:  # fmt: skip
     grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
     if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
@@ -260,14 +239,9 @@ def _finding(
         behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     return KINDS[kind][0].finding(
-        data,
-        "implied" if probability is None else "judged",
-        inside,
-        weight=1.0 if probability is None else probability,
-        next=_next(data, kind),
-        broken=broken,
-        numbers=numbers,
-    )
+        data, "implied" if probability is None else "judged", inside,
+        weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
+    )  # fmt: skip
 
 
 def _next(data: PairData, kind: str) -> Advice:
@@ -364,15 +338,13 @@ BOUNDARY = Fault(
     broken="computation", evidence=_EVIDENCE, words={"place": _place},
 )  # fmt: skip
 SUBSET = Fault(
-    code="subset",
-    title="the mismatch is concentrated in part of the run",
-    broken="engine",
+    code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
     evidence={
         "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {ratio:.3g} times the mismatch of the others "
         "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
     words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}).removeprefix("all where ")}},
-)
+)  # fmt: skip
 
 
 def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
@@ -456,9 +428,7 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 # --- Unexplained tokens, and verdicts without a fault
 
 ROUNDING = Fault(
-    code="rounding",
-    title="rounding at the expected level",
-    broken=None,
+    code="rounding", title="rounding at the expected level", broken=None,
     evidence={
         "rounding": "the logits differ by {level:.2g} nats rms, where at most {allowed:.2g} is expected from rounding "
         "of {dtypes}, and no single token is off by more than rounding"
@@ -468,16 +438,14 @@ ROUNDING = Fault(
             "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
         }
     },
-)
+)  # fmt: skip
 TOO_FEW = Fault(
-    code="too_few",
-    title="too few tokens",
-    broken=None,
+    code="too_few", title="too few tokens", broken=None,
     evidence={
         "too_few": "only {num_tokens:,} comparable tokens: below {least:,} only missing values, bitwise equality and gross errors "
         "are checked; record more sequences"
     },
-)
+)  # fmt: skip
 
 
 def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -495,9 +463,7 @@ def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 UNEXPLAINED = Fault(
-    code="unexplained",
-    title="tokens are off and no known cause explains them",
-    broken="computation",
+    code="unexplained", title="tokens are off and no known cause explains them", broken="computation",
     evidence={
         "off": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average, at most {largest:.3g}, more than "
         "rounding of {dtypes} can cause, and no known cause explains them: {where}{sign_text}"

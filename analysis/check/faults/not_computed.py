@@ -84,17 +84,14 @@ def _differences(n: Mapping[str, Any]) -> dict[str, str]:
 
 
 _WORDS = {
-    "missing": _at,
-    "missing_in_both": _at,
-    "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
+    "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
     "equal_bits": lambda n: {
         "contracts_text": "their contracts have the same numerics"
         if n["contracts_known"]
         else "no contract gives a reason to differ"
     },
-    "equal_against_contracts": _differences,
-    "copied_rows": _differences,
-}
+    "equal_against_contracts": _differences, "copied_rows": _differences,
+}  # fmt: skip
 
 
 def _fault(code: str, title: str, *signals: str) -> Fault:
@@ -306,8 +303,7 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         numbers={
             "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
-            "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
-            "cause": cause,
+            "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause,
         },
     )  # fmt: skip
 

@@ -37,9 +37,7 @@ def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 TEMPERATURE = Fault(
-    code="temperature",
-    title="temperature on one side only",
-    broken="recording",
+    code="temperature", title="temperature on one side only", broken="recording",
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
@@ -48,7 +46,7 @@ TEMPERATURE = Fault(
     },
     words={"scaled_logits": _recorded_temperatures},
     causes={"scale": "one side's logits are scaled: a temperature, a soft cap, or the scale of the head or its norm"},
-)
+)  # fmt: skip
 TRUNCATION = Fault(
     code="truncation",
     title="one side's logprobs cover fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens",
@@ -70,14 +68,13 @@ TRUNCATION = Fault(
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
 SMOOTHED = Fault(
-    code="smoothed",
-    title="one side's logprobs are mixed with the mean over the vocabulary, as by label smoothing",
+    code="smoothed", title="one side's logprobs are mixed with the mean over the vocabulary, as by label smoothing",
     broken="recording",
     evidence={
         "smoothed": "{side} is below {other} at all tokens, and most at likely ones: it differs by {mean:.3g} nats at certain tokens, "
         "and by {smoothing:.3g} nats less for each nat that a token is less likely, as under label smoothing of {smoothing:.3g}"
     },
-)
+)  # fmt: skip
 PADDED_VOCABULARY = Fault(
     code="padded_vocabulary",
     title="one side's softmax covers more tokens: vocabulary padding, forbidden tokens, or a shard that the other side "
@@ -90,15 +87,14 @@ PADDED_VOCABULARY = Fault(
     },
 )
 GRAMMAR = Fault(
-    code="grammar",
-    title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
+    code="grammar", title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
     broken="recording",
     evidence={
         "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
         "tokens, but those of {other} cover all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
         "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
     },
-)
+)  # fmt: skip
 PENALTY = Fault(
     code="penalty",
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
@@ -120,8 +116,7 @@ PENALTY = Fault(
     words={
         "repeated": _recorded_penalty,
         "token_ids": lambda n: dict(zip(("lowers", "raises"), ("lowers", "raises")[:: 1 if n["mean_ids"] < 0 else -1], strict=True)),
-        "judged": judged_words,
-        "sampled_elsewhere": _recorded_penalty,
+        "judged": judged_words, "sampled_elsewhere": _recorded_penalty,
     },
     causes={
         "repeated": "a repetition, presence or frequency penalty on one side only",
@@ -394,11 +389,9 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if _is_cut(data, raised):
         cause = "filter" if recorded_filter(data) else ""
         numbers |= {
-            "kept_mass": float(mass.mean()),
-            "least_mass": float(mass.min()),
-            "recorded": recorded_filter(data),
+            "kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data),
             "cause": cause,
-        }
+        }  # fmt: skip
         replay = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
         finding = TRUNCATION.finding(data, "kept_mass", mass < 1 - 1e-6, next=replay, numbers=numbers)
     else:

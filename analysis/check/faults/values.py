@@ -62,18 +62,14 @@ MIN_MONOTONE = 0.98
 """Minimum rank correlation for a function that is no known unit."""
 
 NOT_LOGPROBS = Fault(
-    code="not_logprobs",
-    title="values are not logprobs: some are above 0",
-    broken="recording",
+    code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
     evidence={
         "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
         "logprob is at most 0, and no known unit makes these agree with the other side"
     },
-)
+)  # fmt: skip
 UNIT = Fault(
-    code="log_base",
-    title="one side's logprobs are not natural logarithms, or are scaled",
-    broken="recording",
+    code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording",
     causes={"clamped": "one side's logprobs are clamped to the neighbourhood of the other's"},
     evidence={
         "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats, up or down, and at none by "
@@ -83,15 +79,13 @@ UNIT = Fault(
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
 )  # fmt: skip
 LOW_PRECISION = Fault(
-    code="low_precision_head",
-    title="one side's head or log-softmax has low precision",
-    broken="computation",
+    code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
     evidence={
         "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
         "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
         "computed or stored in low precision",
     },
-)
+)  # fmt: skip
 _SAMPLED = {
     "unknown": ": they belong to different tokens, in no known order, or to different models",
     "improbable": ", and {side} gives the sampled tokens {mean_lower:.3g} nats on average, {other} {mean_higher:.3g}: {side} scored "
@@ -102,9 +96,7 @@ _SAMPLED = {
     "distribution, so one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
-    code="unrelated",
-    title="one side's values do not belong to the sampled tokens",
-    broken="recording",
+    code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
     evidence={
         "negative_entropies": "{side} holds the negative entropies of the distributions, not the logprobs of the "
         "{num_tokens:,} sampled tokens",
@@ -132,7 +124,7 @@ UNRELATED = Fault(
         "improbable": "the two sides' values are unrelated: one side scored another text or has a broken model",
         "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly",
     },
-)
+)  # fmt: skip
 MIN_CORRELATION = 0.3
 """Two passes belong to different tokens or models if their logprobs correlate less than this. With rounding, different
 weights or a different temperature, the correlation stays above 0.8; for unrelated values it is 0."""
