@@ -1,4 +1,4 @@
-"""README's table "Ways in": each row is a thing that a test ran, and these are the tests."""
+"""README's table "Record or import a run": each row is a thing that a test ran, and these are the tests."""
 
 import re
 from pathlib import Path

@@ -76,6 +76,8 @@ in 100,000.
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+WELL_PREDICTED = 0.1
+"""Share of the mismatch below which an explanation that predicts values leaves so little that no place rivals it."""
 MIN_FIRST = 0.6
 """A kind is listed before the part of the run that the mismatch is confined to if its probability is at least this."""
 MIN_LIKELY = 0.4
@@ -281,7 +283,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
-            shown = same or replace(each, rank=max(each.rank, int(each.left is None)), beside=place.finding)
+            shown = same or replace(each, beside=place.finding)
             found.append(replace(shown, gain=each.gain + place.gain))
     return found
 
@@ -312,7 +314,10 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    return min((each for each in found if each.gain >= best.gain / 2), key=lambda each: (each.rank, -each.gain))
+    # A place is no rival of values that are predicted well.
+    is_exact = best.left is not None and best.left < WELL_PREDICTED
+    rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
+    return min(rivals, key=lambda each: (each.rank, -each.gain))
 
 
 def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:

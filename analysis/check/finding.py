@@ -272,8 +272,7 @@ class Hypothesis:
     left: float | None = None
     """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
-    """1 for an explanation with many parameters, or one that predicts no values: an explanation of rank 0 with at least half of
-    its gain is preferred."""
+    """1 for an explanation with many parameters: one with fewer and at least half of its gain is preferred."""
     right: np.ndarray | None = None
     """[N] d after the fault is corrected, e.g. by moving values or converting units; None if it cannot be corrected."""
     place: Where | None = None
@@ -324,4 +323,4 @@ def located(
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS
-    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place, rank=1)
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place)

@@ -453,7 +453,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
             "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
         },
     )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept, rank=1)]
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
 
 
 def _within_ids(data: PairData) -> float | None:
