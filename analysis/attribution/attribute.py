@@ -62,9 +62,8 @@ def attribute(
     change, ideally with an exact engine, the first difference is an intervention, and a run that does not follow the
     baseline's rise counts as a drop of kind `flat`. A mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not reported
-    as the answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected
-    step.
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not the
+    answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

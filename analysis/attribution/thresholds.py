@@ -14,8 +14,7 @@ BEGUN = 0.1
 LAG_GROWS = 2.0
 """Minimum ratio of the lag to its usual value for sampling to count as too far behind; slow sequences cause less."""
 LEARNED = 0.1
-"""Fraction of the run, from its start, needed to estimate the conditions under which it learned, such as its usual
-lag."""
+"""Fraction of the run, from its start, needed to estimate the conditions under which it learned, e.g. its lag."""
 WAS_THERE = 0.5
 """Maximum ratio of reward noise before the drop to that after it if noise is a possible cause; a run that learned
 despite the noise did not collapse from it."""
@@ -32,8 +31,7 @@ FEW_CHANGED = 10
 ABRUPT = 10.0
 """Minimum growth factor in one step for the mismatch to count as growing abruptly; training alone causes less."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio between the mismatches of two runs that counts as different; with the same engine it reaches 1.5 by
-chance."""
+"""Minimum ratio of two runs' mismatches that counts as different; with the same engine it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
 """Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
@@ -45,8 +43,7 @@ FEWEST_SHARED = 4
 """Minimum number of sequences per step with prompts that occur in both runs, for comparing weights. Prompts can differ
 because some trainers drop groups with equal rewards, and so choose prompts by rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit counts as the reason if at least this fraction of the differing responses differ only by ending
-early."""
+"""A length limit is the reason if at least this fraction of the differing responses differ only by ending early."""
 LENGTH_SHARE = 0.5
 """Minimum fraction of a step's responses with a different reward for the reward to count as dependent on length."""
 TERM_IN_ADVANTAGE = 0.75

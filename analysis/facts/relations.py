@@ -55,8 +55,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, for sequences that have both, and the [N] bool mask that selects
-    them."""
+    """Return two columns minus their group means, for sequences that have both, and the [N] bool mask of them."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)

@@ -149,8 +149,8 @@ def columns_of(
 FALL_SHARE = 0.09
 """Fraction of the earlier level that must be lost in a drop; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts, and is not just a dip, if at least this fraction of windows from the first one below the midpoint are
-below it."""
+"""A drop lasts, unlike a dip, if at least this fraction of windows are below the midpoint, counted from the first such
+window."""
 FALL_HOLDS = 0.9
 """Minimum fraction of windows that stay low if a drop judged by the noise before it lasts."""
 FALL_BEYOND = 6.0
@@ -354,8 +354,7 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
     """Return True if the last fifth of the run stays below the best window by more than the earlier noise.
 
-    Only the noise before the drop counts, because a run that drops may scatter more. With few values, Student's t is
-    used.
+    Only the noise before the drop counts, because a run that drops may scatter more. For few, Student's t is used.
     """
     values = outcome.values
     until = values[: best + width]

@@ -36,11 +36,9 @@ SAME_REWARDS = 0.15
 """Maximum distance between two reward distributions that count as the same: the Kolmogorov-Smirnov distance (0 to 1),
 or the difference between the means in standard deviations."""
 SAME_REWARDS_SD = 2.5
-"""Maximum difference between the mean rewards before and after a step, in standard errors, if their distribution is the
-same."""
+"""Maximum difference in mean reward before and after a step, in standard errors, if the distribution is the same."""
 MOST = 0.5
-"""In a run without a drop, a value counts as changed if at least this fraction of repeated responses get a different
-one."""
+"""Without a drop, a value counts as changed if at least this fraction of repeated responses get a different one."""
 REFERENCE_MOVES = 0.05
 """Change in the reference model's mean logprob for a response, in nats, above which the model counts as changed; bf16
 kernels cause 0.01."""

@@ -103,8 +103,7 @@ def owners(feature: str) -> tuple[str, ...]:
 
 
 def share_kept(evaluations: Sequence[float]) -> float:
-    """Return the last fifth's mean divided by the best fifth's, measured from the lowest value if rewards are
-    negative."""
+    """Return the mean of the last fifth divided by that of the best; any negative minimum is subtracted first."""
     values = np.asarray(evaluations, float)
     width = max(len(values) // 5, 1)
     means = np.convolve(values, np.ones(width) / width, mode="valid")

@@ -64,8 +64,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that change at a step, or lose their relation to likelihood, while policy and engine stay the
-    same."""
+    """Yield rewards that change at a step, or lose their relation to likelihood, with the same policy and engine."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
