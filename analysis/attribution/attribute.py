@@ -37,13 +37,13 @@ from .text import DIFFERENCES, evidence_sentence
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
-"""Maximum number of steps tested as the onset of a hypothetical drop; each takes as long as a real drop."""
+"""Maximum number of steps tested as the onset of a hypothetical drop; each test costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
-"""Minimum strength of a difference from a baseline run for it to be listed."""
+"""Minimum strength for a difference from a baseline run to be listed."""
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
 """Prefixes of features for configured differences; these count in addition to the first difference in the data."""
 FELL_TOO = 0.6
-"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's drop."""
+"""Fraction of the judged run's relative drop above which the baseline run counts as collapsed too."""
 
 
 def attribute(
@@ -62,7 +62,7 @@ def attribute(
     change, ideally with an exact engine, the first difference is an intervention, and a run that does not follow the
     baseline's rise counts as a drop of kind `flat`. A mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins later is not reported as the
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not the
     answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -137,7 +137,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
-    """Return the most probable cause in case the run got worse without a visible drop, judged at each of some steps."""
+    """Return the most probable cause if the run got worse at one of the given steps without a visible drop."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -148,7 +148,7 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
             suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
         if (
             facts.new_reward is not None and step == facts.new_reward.step
-        ):  # certain, so a suspect with a name caused it
+        ):  # the change is certain, so a named suspect caused it
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
@@ -210,7 +210,7 @@ def facts_table(database: Database) -> pa.Table:
 
 
 _FEWEST_STEPS = 3
-"""Minimum number of steps before and after a step for comparing how responses end."""
+"""Minimum number of steps on each side of a step for comparing how responses end."""
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
@@ -256,15 +256,15 @@ def ending_step(rollouts: Rollouts) -> int | None:
 
 _NEXT = {
     "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
-    "reward": "score the recorded responses of the steps around the drop again with the verifier, and compare with sequences.reward",
+    "reward": "score the recorded responses around the drop again with the verifier, and compare with sequences.reward",
     "pairing": "compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
     "entropy": "rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
-    "data": "evaluate the weights before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
+    "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
     "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
     "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
     "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
-"""Suspect -> the test that would decide whether it is the cause."""
+"""The test that would decide whether a suspect is the cause, by suspect."""
 
 
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:

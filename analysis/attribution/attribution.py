@@ -28,7 +28,7 @@ SUSPECTS = {
     "optimizer": "the optimizer or the learning rate",
     "reward": "a noisy or wrong reward",
     "pairing": "misaligned rows",
-    "data": "a change of the prompts",
+    "data": "a change in the prompts",
     "truncation": "truncated responses",
     "reference": "the KL term or its reference model",
     "advantages": "the sign, scale or baseline of the advantages",
@@ -36,19 +36,19 @@ SUSPECTS = {
     "length": "response length",
     "unknown": "something else",
 }
-"""Code of a suspect -> its name in results."""
+"""Names of the suspects in results, by code."""
 
 
 _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""Code of a suspect -> the component to fix, named as in check, or `data`."""
+"""The component to fix, named as in check, or `data`, by code of the suspect."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""Code of evidence from equal prefixes or rows, which is conclusive by itself -> the component to fix."""
+"""The component to fix, by code of evidence from identical prefixes or rows, which is conclusive by itself."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -108,7 +108,7 @@ class SupposedCause:
     """The cause of a drop that only an evaluation would show."""
 
     suspects: tuple[Suspect, ...]
-    """Suspects, most probable first; without `unknown` if identical responses get another reward from `step` on."""
+    """Suspects, most probable first; without `unknown` if identical responses get a different reward from `step` on."""
     step: int
     """Step at which the run's records change."""
 
@@ -118,7 +118,7 @@ OBSERVATION, INTERVENTION = "observation", "intervention"
 MIN_PROBABILITY_OF_CAUSE = 0.5
 """Probability above which a suspect is reported as the cause: more probable than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""Minimum probability for a suspect to be named if the cause is unknown."""
+"""Minimum probability at which a suspect is named if the cause is unknown."""
 MAX_PROBABILITY_CLEARED = 0.05
 """Probability below which the mismatch is ruled out."""
 
@@ -129,7 +129,7 @@ class NotFinite:
 
     series: str
     step: int
-    """Step since which every recorded value is NaN or infinite."""
+    """Step from which every recorded value is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum length of the table of facts, in characters; the whole brief then has at most about 4,000 tokens."""
+"""Maximum length of the table of facts, in characters; this limits the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
 """Minimum strength for a fact to be listed."""
 _OPEN = 0.05
-"""Minimum probability for a suspect to be an open question."""
+"""Minimum probability at which a suspect is still an open question."""
 _ALIKE = 3.0
-"""Two suspects cannot be told apart if one is at most this many times as probable as the other."""
+"""Maximum ratio between the probabilities of two suspects that counts as undecided."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": (
@@ -70,7 +70,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "ORDER BY abs(step - {step}) LIMIT 20",
     ),
 }  # fmt: skip
-"""Suspect -> the question that decides whether it is the cause, and the SQL that answers it."""
+"""The question that decides whether a suspect is the cause, and the SQL that answers it, by suspect."""
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
@@ -113,12 +113,12 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     first, *rest = suspects
     listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
-    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
+    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes close to the first."
     return f"Probabilities: {listed}. {apart}"
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the step of the drop, or of the change that may hide one, and the last step at which it can have begun."""
+    """Return the step of the drop, or of a change that may hide one, and the last step at which it could have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed

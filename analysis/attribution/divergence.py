@@ -1,7 +1,7 @@
 """Find the first difference between a run and its baseline run: its step and its kind.
 
-The runs are equal before the first difference, so only this difference can have caused the later ones. Within a step,
-the checks follow the flow of data: prompts, sampled responses, rewards, reference, advantages, and the updated weights.
+The runs are identical before the first difference, so only this difference can have caused the later ones. Within a
+step, the checks follow the data flow: prompts, sampled responses, rewards, reference, advantages, updated weights.
 
 Shapes: N sequences in a step, T tokens in a response.
 """
@@ -24,11 +24,11 @@ from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
 _OF_BATCH = ("advantages_part", "advantages_by_distance_part", "advantages_by_surprise_part")
-"""Codes of differences that other prompts in the batch can also cause, through the mean and spread of the batch."""
+"""Codes of differences that different prompts can also cause, through the mean and spread of the batch."""
 _ROUNDING = 1e-9
 """Maximum difference between mean logprobs of two bitwise identical runs, in nats, due to summation order."""
 _FEWEST = 8
-"""Minimum number of sequences needed to correlate advantages with another quantity."""
+"""Minimum number of sequences for correlating advantages with another quantity."""
 _FLOAT32 = 1e-10
 """Share of the squared advantages that float32 rounding may leave unexplained."""
 _EXACT = 5
@@ -43,7 +43,7 @@ class Divergence:
     step: int
     """First step that differs; for an update, the step of the update."""
     num_before: int
-    """Number of shared steps before the difference; all their recorded data is equal."""
+    """Number of shared steps before the difference; all recorded data in them is identical."""
     is_sudden: bool = True
     """True if weights were bitwise identical before the difference; False if rounding drove the runs apart."""
     values: dict[str, Measured] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Step:
 
     @property
     def equal_N(self) -> np.ndarray:
-        """[N] bool: True if both runs sampled the same response."""
+        """[N] bool mask that is True where both runs sampled the same response."""
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
@@ -104,7 +104,7 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
     """Return the code and the numbers of the first difference at a step; the code is empty if there is none.
 
-    `least`: minimum difference between two mean logprobs for the same tokens, in nats, for them to differ.
+    `least`: difference between two mean logprobs for the same tokens, in nats, above which they count as different.
     """
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
@@ -178,7 +178,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if about as many rows have a different reward as after shuffling rewards within groups."""
+    """Return True if about as many rows have a different reward as if rewards had been shuffled within groups."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())

@@ -24,7 +24,7 @@ class Fact(Statement):
 
     @property
     def feature(self) -> str:
-        """Name of the model's feature that the fact fills."""
+        """Name of the model feature that takes its value from the fact."""
         return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
 
     def order(self, fall: Fall | None) -> str | None:

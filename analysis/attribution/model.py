@@ -1,5 +1,5 @@
-"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a run alone,
-and one for a run beside its baseline run.
+"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a single
+run, and one for a run with a baseline run.
 
 Fitted by benchmarks/laboratories/left_out.py on the facts of benchmark runs with a known cause.
 """
@@ -40,11 +40,11 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),
 )  # fmt: skip
-"""Features -> the features that they explain away, applied in this order. Any declared lag explains old weights."""
+"""Features and the features that they explain away, applied in this order. Any declared lag explains old weights."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return feature -> its strongest fact, with its level reduced by the share that other facts explain."""
+    """Return the strongest fact for each feature, with its level reduced by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -85,7 +85,7 @@ def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
+    """Return the first difference unless it is later than the drop or due to rounding drift."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
@@ -138,7 +138,8 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects that a fact supports at least this much, relative to the one that it supports most, are told apart by all facts."""
+"""Support for a suspect, relative to a fact's strongest, at or above which all facts together decide between the
+two."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

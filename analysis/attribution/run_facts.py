@@ -92,7 +92,7 @@ class Facts:
     """The steps of the trace that may be used; sequences and changes are read from it on demand."""
     pair: Pair
     settings: Mapping[str, Any]
-    """Hyperparameter name -> value, a number or text."""
+    """Hyperparameters by name, as numbers or text."""
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None
@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def changes(self) -> Mapping[str, tuple[ChangePoint, ...]]:
-        """Series name -> its change points."""
+        """Change points by series name."""
         return read_changes(self.database, self.pair)
 
     @cached_property
@@ -253,7 +253,7 @@ class Facts:
     def rewards_by_length(self) -> tuple[float, float] | None:
         """Share of the reward variance within a step that length explains, before and after the onset.
 
-        None unless this share grew from little to most.
+        None unless this share grew from below LENGTH_LITTLE to LENGTH_MOST or more.
         """
         if self.fall is None:
             return None
@@ -281,8 +281,8 @@ class Facts:
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop, or at any step without a
-        drop."""
+        """Find identical responses whose value changes by more than `least` near the drop (without a drop: at any
+        step)."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -336,7 +336,7 @@ class Facts:
     def advantages_break(self) -> int | None:
         """The step at which advantages stop following rewards within groups; None if there is none up to the drop.
 
-        Steps are compared one by one, because a policy trained on wrong advantages may soon get equal rewards
+        Steps are compared one by one, because a policy trained on wrong advantages may soon get the same reward
         everywhere.
         """
         if self.fall is None:
@@ -378,8 +378,8 @@ class Facts:
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
-        """Return the facts with the drop located on the difference from a baseline run that has the same seeds, where shared
-        noise cancels; without a drop, with the step from which the run does not follow the baseline's rise."""
+        """Return the facts with the drop located in the difference from a baseline run with the same seeds, where
+        shared noise cancels; without a drop, locate the step from which the run does not follow the baseline's rise."""
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall
@@ -397,7 +397,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences from the onset to a tenth of the run later, while the policy has unlearned little."""
+        """Return the sequences from the onset until a tenth of the run later, when the policy has unlearned little."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))

@@ -17,7 +17,7 @@ _OPTIMIZER = {
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
-"""Common name -> last words of its names in training loops; not `epsilon`, which is the PPO clip range in TRL."""
+"""Last words of setting names in training loops, by common name; not `epsilon`, which is the PPO clip range in TRL."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +39,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Suspect -> words in the names of its settings; the first match counts. A clipped norm is that of the gradient."""
+"""Words in the names of a suspect's settings; the first match counts. A clipped norm is the gradient's."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -50,7 +50,7 @@ _PATTERNS = (
         ),
     ),
 )
-"""Suspect -> pattern for whole setting names, tried before the words."""
+"""Patterns for whole setting names, by suspect; they are tried before the words."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
@@ -83,7 +83,7 @@ def is_setting(name: str) -> bool:
 
 
 def read_settings(database: Database) -> dict[str, Any]:
-    """Return hyperparameter name -> number or text; optimizer settings also appear under the common names in _OPTIMIZER."""
+    """Return hyperparameters by name, as numbers or text; optimizer settings also under their common names."""
     settings = read_hyperparameters(database)
     last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
     for name, aliases in _OPTIMIZER.items():

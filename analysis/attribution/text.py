@@ -27,14 +27,14 @@ EVIDENCE: Mapping[str, str] = {
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
-    "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
-    "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
-    "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
-    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, although the gradient does not explain it",
-    "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
-    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from the loss",
-    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to the loss",
-    "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: too much for a loss term",
+    "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
+    "gradient_differs": "the update at step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
+    "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
+    "update_is_other": "the update at step {step} is {factor:.3g} times as large as the baseline's, and the gradient does not explain why",
+    "update_is_equal": "the update at step {step} has the same gradient norm and size as the baseline's but yields different weights",
+    "loss_is_lower": "the loss at step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from the loss",
+    "loss_is_higher": "the loss at step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to the loss",
+    "weights_jump": "the update at step {step} yields weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: more than a loss term can explain",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
@@ -44,9 +44,9 @@ EVIDENCE: Mapping[str, str] = {
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "endings_change": "starting at step {step}, up to {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
+    "endings_change": "starting at step {step}, up to {share:.0%} of the responses end with tokens that rarely ended a response before ({before_share:.0%}): they are cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
-    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as under a strong KL term",
+    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as it does under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
@@ -61,32 +61,32 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that lag a few updates behind",
     "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
-    "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
+    "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards, {mean_difference:.2g} apart on average",
-    "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: it rewards something else",
+    "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: the reward measures something else",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with {order}, only {unequal_ordered_share:.0%} do",
     "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
     "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
-    "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
+    "entropy_collapses": _ENTROPY + "it drops together with the outcome, before the policy has learned to be certain",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
-    "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
+    "update_grows": "the update at step {step} is {factor:.3g} times as large as the baseline's",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
-    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, now none is, and {cut_share:.0%} end exactly there",
+    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens; now none are, and {cut_share:.0%} have exactly this length",
     "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""
+"""Sentence templates by code of a fact, with placeholders for the numbers; DIFFERENCES has those for a baseline run."""
 
 UNITS: Mapping[str, str] = {
     "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
@@ -102,22 +102,22 @@ UNITS: Mapping[str, str] = {
     "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's", "version": "step, or steps before",
 }  # fmt: skip
-"""Name of a number in a sentence -> its unit."""
+"""Units of the numbers in these sentences, by name."""
 
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
-    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the "
-    "baseline's; the other responses stop where the baseline's continue",
-    "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
+    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical "
+    "to the baseline's; the other responses stop where the baseline's continue",
+    "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's, although both engines return the same "
     "logprobs",
-    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
+    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's; the "
     "other responses first differ in tokens that were not sampled",
     "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
     "(by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
     "(by {apart:.2g} nats) but the engine's do not",
     "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
-    "rewards_permuted_part": "first difference at step {step}: the rewards are those of the baseline in a different order",
+    "rewards_permuted_part": "first difference at step {step}: the rewards are the baseline's in a different order",
     "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
     "{correlation:.2f})",
     "rewards_of_last_step_part": "first difference at step {step}: the rewards are those of the previous step",
@@ -128,9 +128,9 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
     "reference_parts": "first difference at step {step}: for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
     "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
-    "advantages_permuted_part": "first difference at step {step}: the advantages are those of the baseline in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
-    "gives weights whose logprobs differ by {apart:.2g} nats per token",
+    "advantages_permuted_part": "first difference at step {step}: the advantages are the baseline's in a different order",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} "
+    "yields weights whose logprobs differ by {apart:.2g} nats per token",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, more so the longer they are "
     "(correlation {correlation:.2f})",
     "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, and a step's rewards are the "
@@ -141,14 +141,14 @@ DIFFERENCES: Mapping[str, str] = {
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and advantages: the "
+    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the "
     "optimizer or a loss term differs (record the gradient norm to tell which)",
     "prompts": "starting at step {step}, the prompts differ from the baseline's (at {num_steps} steps)",
     "changed": "{series} changes near the drop in the run but not in the baseline",
-    "update_or_loss_without_advantages": "the update of step {step} gives different weights than the baseline's, from the same sequences and rewards: the optimizer, a "
-    "loss term or the advantages differ (neither advantages nor gradient norm were recorded)",
+    "update_or_loss_without_advantages": "the update at step {step} yields different weights than the baseline's from the same sequences and rewards: the optimizer, a "
+    "loss term or the advantages differ (neither advantages nor the gradient norm were recorded)",
 }
-"""Code of a difference from the baseline run -> sentence template."""
+"""Sentence templates by code of a difference from the baseline run."""
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
@@ -158,11 +158,11 @@ NOTES: Mapping[str, str] = {
     "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
-    "other_prompts": "the first steps of run and baseline have different prompts, so their differences are only an observation; for an intervention, "
+    "other_prompts": "the first steps of the run and its baseline have different prompts, so their differences are only an observation; for an intervention, "
     "rerun with the same seeds and data",
-    "no_difference": "the traces of run and baseline show no difference, yet the run does worse",
+    "no_difference": "the traces of the run and its baseline show no difference, yet the run does worse",
 }
-"""Code of a note -> sentence template."""
+"""Sentence templates by code of a note."""
 
 
 def evidence_sentence(evidence: Statement) -> str:
@@ -186,7 +186,7 @@ def verdict_sentence(result: Attribution) -> str:
     """State whether the run collapsed, at which step the collapse begins, and its most likely cause."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
-        before = f" No drop of {result.outcome} before that." if result.outcome else ""
+        before = f" No drop in {result.outcome} before that." if result.outcome else ""
         return f"{broken}; these steps carry no information.{before}"
     if not result.outcome:
         return "Cannot detect a collapse: rewards or evaluations were recorded at fewer than three steps."
@@ -215,7 +215,7 @@ def later_clause(later: Fall | None) -> str:
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Return a clause that names the series that stay NaN or infinite, and since when; empty if there are none."""
+    """Return a clause that names the series that stay NaN or infinite, and from which step; empty if there are none."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)

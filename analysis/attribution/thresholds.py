@@ -6,52 +6,52 @@ Those shared with other commands are in facts/thresholds.py, those for a drop in
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
-"""Responses are cut off if at least this share of a step's responses ends early with an unusual token."""
+"""Responses count as cut off if at least this fraction of a step's responses end early with an unusual token."""
 OF_NO_SCATTER = 10.0
-"""A change in an input is deliberate if it has at least this size, in standard deviations."""
+"""Minimum size, in standard deviations, for a change in an input to count as deliberate."""
 BEGUN = 0.1
-"""The mismatch has begun once it reaches this share of its size at the onset of the drop."""
+"""The mismatch counts as begun when it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""Sampling has fallen behind if its lag is at least this many times the usual one; slow sequences alone cause less."""
+"""Minimum ratio of the lag to its usual value for sampling to count as too far behind; slow sequences cause less."""
 LEARNED = 0.1
-"""Minimum share of the run, from its start, that shows the conditions under which it learned, such as its usual lag."""
+"""Fraction of the run, from its start, needed to estimate the conditions under which it learned, e.g. its lag."""
 WAS_THERE = 0.5
-"""Reward noise is a possible cause only if the noise before the drop is at most this share of the noise after it; a run
-that learned despite the noise did not collapse from it."""
+"""Maximum ratio of reward noise before the drop to that after it if noise is a possible cause; a run that learned
+despite the noise did not collapse from it."""
 ADVANTAGE_FOLLOWS = 0.3
-"""If every group has one member, advantages follow rewards if their correlation within a step is at least this; a critic
-may remove most of the reward."""
+"""Minimum correlation within a step for advantages to count as following rewards if every group has one member; a
+critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
-"""Rewards and advantages agree if their correlation within groups is at least this; baselines and scaling leave it at
-1, clipping above 0.8."""
+"""Minimum correlation within groups for rewards and advantages to count as consistent; baselines and scaling leave it
+at 1, clipping above 0.8."""
 CHANGED = 0.05
-"""Maximum share of responses whose reward may change under the same verifier."""
+"""Fraction of responses whose reward may change without a change in the verifier."""
 FEW_CHANGED = 10
-"""The verifier has changed only if at least this many responses get a different reward."""
+"""Minimum number of responses with a different reward for the verifier to count as changed."""
 ABRUPT = 10.0
-"""The mismatch grows abruptly if it grows at least by this factor in one step; training alone causes less."""
+"""Minimum growth factor in one step for the mismatch to count as growing abruptly; training alone causes less."""
 MISMATCH_DIFFERS = 3.0
-"""Two runs' mismatches differ if their ratio is at least this; with the same engine they reach 1.5 by chance."""
+"""Minimum ratio of two runs' mismatches that counts as different; with the same engine it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
 """Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
-"""Rewards have been mixed up if the share of rows with a different reward is at least this fraction of the share
-expected after shuffling rewards within groups."""
+"""Rewards count as mixed up if rows with a different reward are at least this frequent, relative to rewards shuffled
+within groups."""
 MANY_SHARED = 0.3
-"""Anything except the weights is compared only if both runs share at least this fraction of a step's prompts."""
+"""Fraction of a step's prompts that both runs must share for anything except the weights to be compared."""
 FEWEST_SHARED = 4
-"""Weights are compared only if a step has at least this many sequences with prompts that occur in both runs. Prompts can differ
+"""Minimum number of sequences per step with prompts that occur in both runs, for comparing weights. Prompts can differ
 because some trainers drop groups with equal rewards, and so choose prompts by rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit has cut responses if at least this share of the responses that differ do so only by ending early."""
+"""A length limit is the reason if at least this fraction of the differing responses differ only by ending early."""
 LENGTH_SHARE = 0.5
-"""A reward depends on length only if at least this share of a step's responses gets a different one."""
+"""Minimum fraction of a step's responses with a different reward for the reward to count as dependent on length."""
 TERM_IN_ADVANTAGE = 0.75
-"""The reward contains a KL term (or an entropy bonus) if the correlation of advantages with the distance from the reference
-(or with the logprob) exceeds this, controlling for the baseline run's advantages."""
+"""Correlation of advantages with the distance from the reference (or with the logprob), controlling for the baseline
+run's advantages, above which the reward counts as containing a KL term (or an entropy bonus)."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
-rewards have come to depend on length."""
+"""Fractions of the within-step reward variance that length explains. If it explains less than LENGTH_LITTLE before a
+drop and at least LENGTH_MOST after it, rewards have come to depend on length."""
 WEIGHTS_DIFFER = 1e-5
-"""Two trainers hold different weights if their mean logprobs for a response differ by more than this, in nats; fp32
-kernels cause 1e-7."""
+"""Difference between two trainers' mean logprobs for a response, in nats, above which their weights count as different;
+fp32 kernels cause 1e-7."""

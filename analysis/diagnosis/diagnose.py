@@ -48,8 +48,8 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Query for the group and number of tokens of each sequence, and the sums of squared differences of pass a and of replay c
-from pass b."""
+"""Query that returns each sequence's group and number of tokens, and its sums of squared differences from pass b, for
+pass a and for replay c."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
@@ -291,7 +291,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return metric, named as in figures and alarms -> value over all tokens in the trace.
+    """Return the metrics over all tokens in the trace, named as in figures and alarms.
 
     With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
     with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums, so it covers only

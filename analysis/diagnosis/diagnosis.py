@@ -16,9 +16,9 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""Minimum share of the mismatch that a replay must remove to identify the cause."""
+"""Share of the mismatch that a replay must remove to identify the cause."""
 ADDS_LITTLE = 0.1
-"""Minimum share of the mismatch that a replay must remove or add to count as having an effect."""
+"""Share of the mismatch that a replay must remove or add to count as having an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureComparison:
-    """A published figure, next to the value that the trace has under the same definition."""
+    """A published figure, and the trace's value under the same definition."""
 
     figure: PublishedFigure
     own: float
@@ -124,7 +124,7 @@ class Diagnosis(Result):
     """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """Metric name, as used by `stats` and the frameworks -> value for the trace."""
+    """Metrics of the trace, by the names that `stats` and the frameworks use."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
@@ -178,7 +178,7 @@ _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return the faults in the run's data, except findings that a healthy run may have."""
+    """Return the faults in the run's data, except findings that also occur in healthy runs."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )

@@ -50,7 +50,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if changed := [note for note in attribution.note_codes if note.code == "reward_changed"]:
             calm += f", but the reward changed at step {changed[0].values['step']}"
         if not attribution.outcome:
-            calm = f"No reward or evaluation was recorded at {MIN_VALUES} or more steps"
+            calm = f"Rewards or evaluations were recorded at fewer than {MIN_VALUES} steps"
         if broken:
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
         calm += later_clause(attribution.later)

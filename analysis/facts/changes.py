@@ -28,7 +28,7 @@ MOST = 1000
 """Maximum number of values searched for changes; longer series are averaged over neighbouring steps."""
 
 FEWEST = 12
-"""Minimum number of values in a series that is searched for changes."""
+"""Minimum number of values for searching a series for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class FirstChange:
     """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Other series with an overlapping interval: which of them changed first is undecided."""
+    """Other series whose intervals overlap with this one, so it is undecided which changed first."""
     may_be_first: bool
     """False if another series is certain to have changed earlier."""
 
@@ -183,7 +183,7 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Minimum number of values for an outcome to be searched for a drop."""
+"""Minimum number of values for searching an outcome for a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # Evaluation and reward may differ in scale: rewards down to -1 say nothing about a share of correct answers.
+    # Evaluation and reward may differ in scale: rewards down to -1 say nothing about the fraction of correct answers.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -302,7 +302,7 @@ _FEWEST = 4
 _NEXT = 3
 """Number of steps checked after a change; at least two of them must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
-"""Series compared on a log scale -> minimum scatter assumed, as a natural logarithm."""
+"""Minimum scatter assumed for each series compared on a log scale, as a natural logarithm."""
 POLICY = ("sampled", "trained", "entropy", "length")
 """Series that change only if the policy changes."""
 
@@ -343,9 +343,9 @@ class Moves:
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`; `sampled` and `trained`: mean logprob of the responses
     under the engine and the trainer; `relation`: correlation between likelihood and reward within groups."""
     first: int
-    """First step at which a change may have caused the drop."""
+    """First step at which a change could have caused the drop."""
     last: int
-    """Last step at which a change may have caused the drop."""
+    """Last step at which a change could have caused the drop."""
 
     def size(self, name: str, step: int) -> float:
         """Return the size of a quantity's change at a step, in standard deviations; 0 if it does not change."""

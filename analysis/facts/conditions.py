@@ -22,9 +22,9 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 _MOST_PROMPTS = 20_000
 """Maximum number of sequences whose prompts are read; they are spread over the run."""
 _MOST_SWITCHES = 5
-"""A logged number that changes at most this often counts as a setting rather than a measurement."""
+"""Maximum number of changes for a logged number to count as a setting rather than a measurement."""
 _HELD = 4
-"""Minimum number of equal values in a row for a logged number to count as constant."""
+"""Minimum number of consecutive identical values for a logged number to count as constant."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -75,7 +75,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Advantages by step, rounded so that constant values are equal whatever the order of summation."""
+"""Advantages by step, rounded so that constant values are identical regardless of the order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -83,7 +83,7 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of (position, token) pairs near both ends of prompts from those of the first tenth of the run"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between the (position, token) pairs near both ends of prompts and those in the first tenth of the run"),
     "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of prompts that never occur at that position in the first quarter of the run"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that occur in no earlier step"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
@@ -125,7 +125,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # random draws from a finite set of prompts repeat more and more of them
+    if "share_new_prompts" in found:  # prompts drawn at random from a finite set repeat more and more often
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -149,7 +149,7 @@ def _places(database: Database) -> dict[str, Column]:
     tenth, quarter = (max(len(steps) // part, 3) for part in (10, 4))
     usual, is_new = counts[:tenth].sum(axis=0), counts[:quarter].sum(axis=0) == 0
     apart = 0.5 * np.abs(counts / total[:, None] - usual / usual.sum()).sum(axis=1)
-    new = counts[:, is_new].sum(axis=1) / total  # divided once, so that equal steps have equal values
+    new = counts[:, is_new].sum(axis=1) / total  # divided once, so that identical steps have identical values
     return {
         "prompt_form_shift": (steps, np.where(place < tenth, np.nan, apart)),
         "share_new_places": (steps, np.where(place < quarter, np.nan, new)),
@@ -199,7 +199,7 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each run of equal values.
+    """Return the first and last index of each run of identical values.
 
     If the number changes often, only runs of at least four values and a tenth of all values are returned."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
@@ -221,7 +221,7 @@ def is_learning_rate(name: str) -> bool:
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
-    """Return the text settings that changed: name -> (first step, text) of each of its values."""
+    """Return the text settings that changed, by name: the first step and the text of each value."""
     rows = database.connection.execute(
         f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
     ).fetchall()

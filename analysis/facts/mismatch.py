@@ -82,7 +82,7 @@ class _StepBatch:
 
     step_N: np.ndarray
     sums: dict[str, Array]
-    """Name -> [N] sums: those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
+    """[N] sums by name: those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
     size_T: Array
     num_read: int
     """Number of tokens read, including those left out of the sums."""
@@ -169,7 +169,7 @@ def _quantile(parts: list[Array], p: float) -> float:
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return step -> |d| of its tokens, as one array per batch."""
+    """Return |d| of each step's tokens, as one array per batch."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
@@ -208,7 +208,7 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (weights are equal at first and then diverge), or `later`."""
+        """`from the start`, `with the first updates` (weights are identical at first and then diverge), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -255,8 +255,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return [n] bool: True in the tenth of the run before a drop (at least three steps); without a drop, in the whole
-    run.
+    """Return an [n] bool mask that is True in the tenth of the run before a drop (at least three steps); without a
+    drop, in the whole run.
     """
     if fall is None:
         return np.ones(len(steps), bool)
@@ -268,14 +268,14 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Two occurrences of a prefix show whether the engine kept its weights if they are at most this many steps apart."""
+"""Maximum number of steps between two occurrences of a prefix that can show whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Maximum difference, in nats, between two means of the same float32 logprobs."""
 _SAME_LOGPROB = 1e-5
 """Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare there."""
+"""Maximum difference, in nats, between matching logprobs at a single step, where chance matches are rare."""
 _ASIDE = 3.0
 """Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
@@ -290,9 +290,9 @@ class StillEngine:
 
     num_pairs: int
     still: float
-    """Share of the prefixes to which the engine gives bitwise identical logprobs at both steps."""
+    """Share of the prefixes with bitwise identical engine logprobs at both steps."""
     of_trainer: float
-    """Share of the prefixes to which the trainer gives bitwise identical logprobs at both steps."""
+    """Share of the prefixes with bitwise identical trainer logprobs at both steps."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -353,7 +353,7 @@ class EarlierWeights:
 
     @property
     def explains(self) -> bool:
-        """True if the engine had earlier weights of the trainer, from one step or from several."""
+        """True if the engine had the trainer's weights from one or several earlier steps."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 

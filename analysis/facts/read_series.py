@@ -131,7 +131,7 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Series]:
-    """Read the share of tokens with an advantage that the recorded loss clips, as defined in analysis.objective.
+    """Among tokens with an advantage, read the share that the recorded loss clips, as defined in analysis.objective.
 
     Empty if the recorded loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
     """
@@ -179,7 +179,7 @@ def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = 
     - reward_std_within_groups: standard deviation (n - 1) within groups of two or more, averaged over groups;
       share_groups_without_spread: share of groups with equal rewards, which give no gradient.
     - policy_lag: number of updates from the sampling weights to the loss weights; version_lag: from pass b to pass a.
-    - clip_share: share of the tokens with an advantage that the recorded loss clips.
+    - clip_share: among tokens with an advantage, the share that the recorded loss clips.
     - reward: mean over sequences, or the logged value if sequences have no rewards.
     - changed_weights: share of elements whose bits differ from the last recorded version.
 
@@ -218,7 +218,7 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
 
 
 def on_steps(steps: np.ndarray, series: Series) -> Series:
-    """Return a series over more steps, with NaN at those that it lacks."""
+    """Return a series extended to more steps, with NaN at the added ones."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, series.steps)] = series.values
     return replace(series, steps=steps, values=values)
@@ -243,7 +243,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Series -> its names in the logs of frameworks and of the recorder; the first one found in the trace is used."""
+"""Names of each series in the logs of frameworks and of the recorder; the first one found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -251,7 +251,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
-"""Series -> last words of its names in custom training loops; used if none of NAMES was logged."""
+"""Last words of each series' names in custom training loops; used if none of NAMES was logged."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -279,8 +279,8 @@ def read_logged(database: Database, run: str) -> list[Series]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return series -> metric name in this run. If several names have the same last word, the alphabetically first is
-    used.
+    """Return the metric name of each series in this run. If several names have the same last word, the alphabetically
+    first is used.
     """
     logged = [
         name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
@@ -325,7 +325,7 @@ GROUP BY step ORDER BY step
 """
 
 _MOST = 0.5
-"""Above this share of NaN or infinite rewards, the reward of a step counts as not finite."""
+"""Share of NaN or infinite rewards above which a step's reward counts as not finite."""
 
 
 def read_sampled(database: Database, run: str) -> list[Series]:

@@ -53,7 +53,7 @@ FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
 """Kinds of changes that follow from the policy, and so may be consequences of an earlier change in an input."""
 
 CLEAR_SD = 4.0
-"""A change in an input of at least this size, in standard deviations, is certain and can have consequences."""
+"""Minimum size, in standard deviations, for a change in an input to count as certain and to have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -219,7 +219,7 @@ _COUNTS = f"""
 SELECT step, count(DISTINCT {_WHO}) AS num_writers FROM scores WHERE "pass" IN ($a, $b) GROUP BY step ORDER BY step
 """
 _FACTOR = 1.5
-"""Minimum ratio of the two values for the sentence to state a factor."""
+"""Minimum ratio of the two values at which the sentence states a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:

@@ -24,7 +24,7 @@ from .rollouts import (
 )
 
 _FEWEST_OF_LENGTH = 5
-"""A length counts if at least this many responses have it. The same minimum applies to differing rewards, and to
+"""Minimum number of responses of a length for it to count. The same minimum applies to differing rewards, and to
 lengths for a fit with a turning point."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
 """Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
@@ -55,7 +55,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, for sequences that have both, and the mask of these, [N] bool."""
+    """Return two columns minus their group means, for sequences that have both, and the [N] bool mask of them."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)

@@ -61,13 +61,13 @@ FARTHEST = 16
 OPENING = 3
 """Number of response tokens in an opening: the prompt with these tokens is the prefix compared between responses."""
 _ALONE = 0.5
-"""If more than this share of sequences are alone in their group, each step counts as one group."""
+"""Share of sequences alone in their group above which each step counts as one group."""
 FEWEST_COMPARED = 30
-"""Minimum number of sequences or groups for a comparison to give a result."""
+"""Minimum number of sequences or groups for a comparison."""
 FEWEST_SPANNING = 10
 """Minimum number of responses sampled both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""The policy is certain of a prefix if its -logprob, in nats, is below this; such prefixes do not show a weight
+"""-logprob, in nats, below which the policy counts as certain of a prefix; such prefixes do not show a weight
 change."""
 
 
@@ -150,11 +150,11 @@ class Rollouts:
         return np.sort(self.prompt[first:last])
 
     def since(self, step: int) -> Rollouts:
-        """Return the sequences of a step and of all later ones."""
+        """Return the sequences of a step and all later steps."""
         return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
-        """Return the sequences of a step and of all earlier ones."""
+        """Return the sequences of a step and all earlier steps."""
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
@@ -194,7 +194,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
     """Return [N] hashes that are equal for responses with comparable values in a column.
 
-    Mean logprobs are comparable only between responses with equal loss masks.
+    Mean logprobs are comparable only between responses with identical loss masks.
     """
     return rollouts.counted if column == "reference" else rollouts.whole
 
@@ -253,12 +253,12 @@ ORDERS = {
     "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
     "last_step": "the rewards of the next step, as if they were recorded one step late",
 }
-"""Row order that a bug may produce -> how it is undone, for the sentence "with ..."."""
+"""How each row order that a bug may produce is undone, in words that follow "with"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards of responses sampled twice; a deterministic reward is equal both times."""
+    """Rewards of responses sampled twice; a deterministic reward is the same both times."""
 
     num_pairs: int
     unequal: float
@@ -295,8 +295,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return [N] indices: the row whose reward each row takes in the named order. If groups differ in size, rows keep
-    their own rewards.
+    """Return, for each of N rows, the index of the row whose reward it takes in the named order. If groups differ in
+    size, rows keep their own rewards.
     """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
@@ -347,8 +347,8 @@ _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
     """Return the mean rewards before and after a step if all rewards together have the same distribution on both sides.
 
-    Rewards that changed are then those of other rows. None if the distributions differ or there are fewer than three
-    steps on either side.
+    Rewards that changed then belong to other rows. None if the distributions differ or there are fewer than three steps
+    on either side.
     """
     of_rows, of_steps = [], []
     for part in (

@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }
-"""Series -> its kind, and the scale on which its changes are found."""
+"""Kind of each series, and the scale on which its changes are found."""
 
 
 def _no_steps() -> Array:
@@ -79,12 +79,12 @@ class Series:
 
     @property
     def known(self) -> Array:
-        """[n] bool: True at steps with a value."""
+        """[n] bool mask that is True at steps with a value."""
         return np.asarray(np.isfinite(self.values))
 
     @property
     def not_finite_since(self) -> int | None:
-        """Step since which every recorded value is NaN or infinite; None if the last value is finite."""
+        """Step from which every recorded value is NaN or infinite; None if the last value is finite."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
@@ -133,9 +133,9 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, Array], sources: Mapping[str, str], not_finite: Mapping[str, Array] | None = None
 ) -> list[Series]:
-    """Return the columns of a query that have a value as series, each with its source, at the steps with a value.
+    """Return each column of a query that has values as a series with its source, at the steps with a value.
 
-    `not_finite`: column -> steps with a NaN or infinite value.
+    `not_finite`: steps with a NaN or infinite value, by column.
     """
     columns = []
     for name, source in sources.items():
@@ -147,24 +147,25 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""Minimum share of the earlier level that a drop must lose; healthy runs lose and regain a twentieth."""
+"""Fraction of the earlier level that must be lost in a drop; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts, unlike a dip, if at least this share of windows is below the midpoint, counted from the first such
+"""A drop lasts, unlike a dip, if at least this fraction of windows are below the midpoint, counted from the first such
 window."""
 FALL_HOLDS = 0.9
-"""A drop that is judged by the noise before it lasts if at least this share of the windows stays low."""
+"""Minimum fraction of windows that stay low if a drop judged by the noise before it lasts."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window. This rule gives no false alarm in 238 healthy runs
-of ten benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values)
-and from 0.01 to 0.04 (200 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
+"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window.
+This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with autocorrelation
+up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values); with
+autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""A change comes too late to be the cause once this share of the whole drop has happened."""
+"""Fraction of the whole drop after which a change comes too late to be the cause."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it ends below this share of its baseline's rise. No event in 392 pairs of healthy runs; at 0.55, one."""
+"""Fraction of the baseline's rise below which a run counts as flat. No event in 392 healthy pairs; at 0.55, one."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an
@@ -243,7 +244,7 @@ class Fall:
 
     @property
     def latest(self) -> int:
-        """Last step at which the cause can have acted: the later of `fallen` and the end of the onset interval."""
+        """Last step at which the cause could have acted: the later of `fallen` and the end of the onset interval."""
         return max(self.interval[1], self.fallen)
 
     @property
@@ -314,18 +315,18 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return the drop of an outcome's difference from the same outcome of a baseline run, in which shared noise cancels."""
+    """Return the drop in the difference between two runs' outcomes, in which shared noise cancels."""
     steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
     apart, usual = outcome.values[of_run] - baseline.values[of_baseline], float(baseline.values[of_baseline].mean())
     return find_fall(replace(outcome, steps=steps, values=usual + apart))
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return where an outcome parts from the rise of the same outcome of a baseline run, or None if it follows or noise can
-    explain the rise or the gap.
+    """Return where an outcome stops following the rise of the same outcome in a baseline run, or None if it keeps
+    following or noise can explain the rise or the gap.
 
-    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The two part at
-    the end of their equal beginning or later; if they differ from the start, it may have been at the first step.
+    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The two
+    diverge at the end of their identical beginning or later; if they differ from the start, possibly at the first step.
     """
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
@@ -353,7 +354,7 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
     """Return True if the last fifth of the run stays below the best window by more than the earlier noise.
 
-    Only the noise before the drop counts, because a run that drops may scatter more. Few values give it by Student's t.
+    Only the noise before the drop counts, because a run that drops may scatter more. For few, Student's t is used.
     """
     values = outcome.values
     until = values[: best + width]

@@ -35,11 +35,11 @@ class Pairs:
     b: np.ndarray
     """[K] index of each paired sequence in run B."""
     equal: np.ndarray
-    """[K] bool: True if prompt and response are equal, False if only the prompts are."""
+    """[K] bool: True if prompt and response are identical, False if only the prompts are."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step: first those that are equal, then the rest by prompt, each in recording order.
+    """Pair the sequences of each step: first the identical ones, then the rest by prompt, each in recording order.
 
     Both runs need the arrays `step`, `prompt` and `whole`, as in Rollouts.
     """
@@ -55,7 +55,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of rows with equal step and key: the k-th such row in one run is paired with the k-th in the other."""
+    """Return the indices of rows with the same step and key, the k-th in one run paired with the k-th in the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     of_runs = np.split(number * len(keys) + key, [len(key_N)])
@@ -67,7 +67,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return the number [N] of earlier rows with the same key."""
+    """Return, for each of N rows, the number of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     _, first, count = np.unique(kind_N[order], return_index=True, return_counts=True)
     number_N = np.empty(len(kind_N), np.int64)
@@ -87,7 +87,7 @@ class RunRows:
     mask: Any = None
 
     def at(self, places_K: np.ndarray) -> RunRows:
-        """Return the rows at some indices, in that order."""
+        """Return the rows at the given indices, in that order."""
         places = number_array(places_K, pa.int64())
         return RunRows(
             self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
@@ -121,7 +121,7 @@ class Prefixes:
 
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
-    """Read and pair the sequences of both runs at some steps, with the logprobs of some passes."""
+    """Read and pair the sequences of both runs at the given steps, with the logprobs of the given passes."""
     one, two = (_read(database, steps, passes, columns) for database in (a, b))
     pairs = paired(one, two)
     one, two = one.at(pairs.a), two.at(pairs.b)
@@ -140,7 +140,7 @@ class SharedTokens:
     """Comparison of the tokens that paired responses of one step share."""
 
     apart: dict[str, float]
-    """Pass -> mean absolute difference between the runs' logprobs, nats; only passes recorded in both runs."""
+    """Mean absolute difference between the runs' logprobs by pass, nats; only passes recorded in both runs."""
     num_cut: int
     """Number of responses of run A that are proper prefixes of the paired responses of run B."""
     num_in_tool: int

@@ -5,8 +5,8 @@ python benchmarks/laboratories/left_out.py score benchmarks/laboratories/facts.p
 python benchmarks/laboratories/left_out.py fit benchmarks/laboratories/facts.parquet
 
 A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
-as collapsed if the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. The right
-answer for a cause `other` is `unknown`. `facts` writes one row per fact, so that fitting needs no traces.
+as collapsed if the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. For a
+cause `other`, the right answer is `unknown`. `facts` writes one row per fact, so that fitting needs no traces.
 
 The model is a multinomial logistic regression. A fact's coefficient for the suspect that it supports (OWNERS) is shrunk
 towards the mean of such coefficients, every other coefficient towards 0: most facts occur in only a few collapses, and
@@ -103,7 +103,7 @@ def owners(feature: str) -> tuple[str, ...]:
 
 
 def share_kept(evaluations: Sequence[float]) -> float:
-    """Return the last fifth's mean over the best fifth's, measured from the lowest value if rewards are negative."""
+    """Return the mean of the last fifth divided by that of the best; any negative minimum is subtracted first."""
     values = np.asarray(evaluations, float)
     width = max(len(values) // 5, 1)
     means = np.convolve(values, np.ones(width) / width, mode="valid")
@@ -187,7 +187,7 @@ def read(file: Path) -> list[Run]:
 
 
 def fit(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return classes, intercepts, and each feature's coefficients by class, from runs of one situation with a drop."""
+    """Return classes, intercepts, and each feature's coefficients by class, from runs with a drop in one situation."""
     runs = [run for run in runs if run.is_seen]
     classes = list(SUSPECTS)
     of_runs = [
@@ -274,7 +274,7 @@ def answer(run: Run, model: dict[str, Any]) -> tuple[str, float, str]:
 
 
 def score(runs: Sequence[Run]) -> None:
-    """Print how often the model is right on each suite, fitted on the others."""
+    """Print how often the model is right on each suite when fitted on the others."""
     for situation in (ALONE, BESIDE):
         of_situation = [run for run in runs if run.situation == situation]
         total: Counter[str] = Counter()
@@ -310,7 +310,7 @@ def score(runs: Sequence[Run]) -> None:
 def _print(title: str, count: Counter[str]) -> None:
     print(
         f"{title}: cause {count['right']} of {count['causes']}, top suspect {count['first']} ({count['first_unseen']} of {count['unseen']} "
-        f"without a drop), others with a confident wrong name {count['confident']} of {count['others']}"
+        f"without a drop), other causes with a confident wrong name {count['confident']} of {count['others']}"
     )
 
 

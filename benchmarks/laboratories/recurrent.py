@@ -3,7 +3,7 @@
 The policy is a GRU over tokens. A prompt is a string of digits, and the answer is its copy, its reverse or its sorted
 digits. The policy first learns the task from poor examples (the base model), then by GRPO: an engine samples a group of
 responses to each prompt, a verifier rewards the share of correct tokens, and a trainer scores the same tokens again and
-makes updates with PPO's clip and Adam. Every run is recorded with tim_trace.Recorder.
+makes updates with PPO clipping and Adam. Every run is recorded with tim_trace.Recorder.
 
 A run is a family (task, sizes, seeds, logged data) and a switch: settings that change at one step, some of them faults
 in the engine, the verifier, the loss or the memory. Its twin is the family without the switch; random draws depend only
@@ -153,7 +153,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def gru_step(weights: Weights, projected: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the next state, and the inputs of the backward: both gates, the candidate and its recurrent part."""
+    """Return the next state, and the inputs of the backward pass: both gates, the candidate and its recurrent part."""
     size = state.shape[1]
     recurrent = state @ weights["recurrent"]
     gates = sigmoid(projected[:, : 2 * size] + recurrent[:, : 2 * size])
@@ -208,7 +208,7 @@ def sample(
 
 @dataclass
 class Forward:
-    """Return the logprobs of all tokens [B, T, V] at each place of the response, and the inputs of the backward."""
+    """Return the logprobs of all tokens at each response position, [B, T, V], and the inputs of the backward pass."""
 
     distribution: np.ndarray
     inputs: np.ndarray
@@ -269,7 +269,7 @@ def taken(distribution: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 class Adam:
-    """AdamW, after clipping the gradient by its norm."""
+    """AdamW, preceded by gradient clipping by norm."""
 
     def __init__(self, weights: Weights) -> None:
         self.first = {name: np.zeros_like(value) for name, value in weights.items()}
@@ -324,12 +324,12 @@ def padded(rows: list[tuple[int, ...]], width: int, left: bool = False) -> np.nd
 
 
 def encode(prompts: list[tuple[int, ...]]) -> np.ndarray:
-    """Prompt tokens, padded on the left."""
+    """Return the prompt tokens, padded on the left."""
     return padded([(*digits, SEPARATOR) for digits in prompts], max(map(len, prompts)) + 1, left=True)
 
 
 def true_rewards(task: str, prompts: list[tuple], responses: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the share of correct tokens, including the end, out of the longer of answer and response."""
+    """Return the fraction of correct tokens, including the end token, relative to the longer of answer and response."""
     wanted = [(*answer(task, digits), END) for digits in prompts]
     width = max(responses.shape[1], max(map(len, wanted)))
     expected = padded(wanted, width)
@@ -428,7 +428,7 @@ def pay(settings: Settings, prompts: list[tuple], responses: np.ndarray, lengths
 
 
 def rows_of(rows: str, lengths: np.ndarray, settings: Settings) -> np.ndarray:
-    """Return the row whose value each row receives."""
+    """Return, for each row, the row whose value it receives."""
     own = np.arange(len(lengths))
     if rows == "sorted_by_length":
         return np.argsort(lengths, kind="stable")
@@ -477,7 +477,7 @@ class Trainer:
         return taken(distribution, responses), -(np.exp(distribution) * distribution).sum(-1)
 
     def damage(self, settings: Settings, draw: np.random.Generator) -> None:
-        """Apply faults of memory and restarts, which change weights or optimizer state outside of updates."""
+        """Apply faults in memory and restarts, which change weights or optimizer state outside of updates."""
         if settings.gates_swapped_at_restart and not self.restarted:
             self.restarted = True
             size = settings.hidden_size
@@ -702,7 +702,7 @@ def make_run(name: str, run: Run, seed: int, output: Path) -> None:
 
 
 def kept_share(folder: Path) -> float:
-    """Return the mean of the last fifth of the evaluations over that of the best consecutive fifth."""
+    """Return the mean of the last fifth of the evaluations divided by that of the best consecutive fifth."""
     evaluations = json.loads((folder / "plan.json").read_text())["evaluations"]
     fifth = len(evaluations) // 5
     means = np.convolve(evaluations, np.ones(fifth) / fifth, "valid")
@@ -799,13 +799,13 @@ RUNS = {
     "mismatch_parts": Run(
         "copy_reuse",
         "mismatch",
-        "all but the head of the engine stays old",
+        "the engine updates only its head",
         10,
         {"engine_unsynchronised": ("embedding", "input", "recurrent", "gate_bias")},
     ),
     "mismatch_cache": Run("copy", "mismatch", "noise in the engine's cache", 35, {"engine_cache_noise": 1.5}),
-    "stale_told": Run("sort", "staleness", "engine 25 steps behind, versions told", 20, {"engine_lag": 25}),
-    "stale_untold": Run("copy", "staleness", "engine 25 steps behind, versions not told", 30, {"engine_lag": 25}),
+    "stale_told": Run("sort", "staleness", "engine 25 steps behind, versions recorded", 20, {"engine_lag": 25}),
+    "stale_untold": Run("copy", "staleness", "engine 25 steps behind, versions not recorded", 30, {"engine_lag": 25}),
     "rate_spike": Run("copy", "optimizer", "learning rate times 20", 60, {"learning_rate": 0.04}),
     "rate_high": Run("sort", "optimizer", "learning rate 0.04 from the start", 1, {"learning_rate": 0.04}, True),
     "weight_decay": Run("reverse_bypass", "optimizer", "weight decay 5", 50, {"weight_decay": 5.0}, True),
@@ -828,7 +828,7 @@ RUNS = {
     "reference_wrong": Run(
         "reverse",
         "reference",
-        "reference is another task's and its coefficient 1",
+        "reference model of another task, with coefficient 1",
         50,
         {"reference": "other_task", "beta": 1.0},
     ),
@@ -841,9 +841,9 @@ RUNS = {
     ),
     "memory_bits": Run("reverse_bypass", "other", "sign bits of weights flip", 50, {"bit_flips": 20}),
     "gradients_kept": Run("copy_reuse", "other", "gradients are never zeroed", 40, {"zero_gradients": False}),
-    "targets_shifted": Run("sort", "other", "targets of the loss one place off", 60, {"update_targets": "shifted"}),
+    "targets_shifted": Run("sort", "other", "loss targets shifted by one position", 60, {"update_targets": "shifted"}),
     "ranks_apart": Run(
-        "reverse", "other", "averaged with a rank that holds other weights", 50, {"averaged_with_other": 0.1}
+        "reverse", "other", "averaged with a rank that has different weights", 50, {"averaged_with_other": 0.1}
     ),
     "moments_lost": Run(
         "sort_kl", "other", "second moments lost every 10 updates", 60, {"second_moments_lost_every": 10}

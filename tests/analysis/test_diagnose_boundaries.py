@@ -350,7 +350,7 @@ def test_a_calm_run_is_told_in_one_line():
         "No collapse detected; the comparison is not valid: temperature on one side only."
     )
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
-        "No reward or evaluation was recorded at 3 or more steps; the comparison is valid."
+        "Rewards or evaluations were recorded at fewer than 3 steps; the comparison is valid."
     )
     jump = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"
@@ -368,12 +368,12 @@ def test_a_calm_run_is_told_in_one_line():
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
             "prompt_length jumps 3-fold at step 60, the step where reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
-            "likely cause: a change of the prompts (90%).",
+            "likely cause: a change in the prompts (90%).",
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
             "temperature is set from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
-            "Cause unknown. Most likely of those tested: a change of the prompts (40%); a noisy or wrong reward (30%).",
+            "Cause unknown. Most likely of those tested: a change in the prompts (40%); a noisy or wrong reward (30%).",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],

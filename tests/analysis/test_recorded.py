@@ -480,7 +480,7 @@ def test_a_control_without_the_rounding_of_bf16_earns_the_mismatch_nothing(tmp_p
     (mismatch,) = (suspect for suspect in found.suspects if suspect.code == "mismatch")
     assert (mismatch.probability < 0.5) is not differs
     if not differs:
-        assert any("the traces of run and baseline show no difference" in note for note in note_sentences(found))
+        assert any("the run and its baseline show no difference" in note for note in note_sentences(found))
 
 
 @pytest.mark.slow
@@ -508,7 +508,7 @@ def trace(traces):
 
 def test_a_brief_names_the_cause_the_facts_and_a_query_for_each_open_question(trace):
     text = tim_trace("attribute", trace, "--brief").stdout
-    assert "a change of the prompts" in text
+    assert "a change in the prompts" in text
     assert "prompt_length changes from 4 to 12 at step 50" in text
     assert "SELECT step, avg(num_prompt_tokens)" in text
     (command,) = [line for line in text.splitlines() if "ORDER BY prompt_ids" in line]

@@ -20,11 +20,11 @@ from .engine import declared_lag, is_farther_behind, weighs
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
 _SHOWS = 1e-4
-"""Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
+"""Minimum policy change per update, in nats per token, at which a loss term is visible in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield the first difference of two runs that were identical before."""
+    """Yield the first difference between two runs that were identical before."""
     if parted is None:
         return
     group = ""

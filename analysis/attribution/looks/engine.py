@@ -17,9 +17,9 @@ from ..run_facts import Facts
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
-"""Minimum number of steps with an entropy on each side of a drop."""
+"""Minimum number of steps with a recorded entropy on each side of a drop."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
-"""Codes of findings of `check` that other weights in the engine can cause."""
+"""Codes of `check` findings that different weights in the engine can cause."""
 
 
 def weighs(facts: Facts) -> float:
@@ -62,7 +62,7 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either of them is 0."""
+    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either is 0."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)

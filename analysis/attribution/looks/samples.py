@@ -20,7 +20,7 @@ from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
-"""Minimum number of steps before a drop for the usual size of advantages to be known."""
+"""Minimum number of steps before a drop for estimating the usual size of advantages."""
 
 
 def _known(value: float) -> float:
@@ -64,7 +64,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that change at a step, or lose their relation to likelihood, without a change of policy or engine."""
+    """Yield rewards that change at a step, or lose their relation to likelihood, with the same policy and engine."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
@@ -123,7 +123,7 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that change their mean or scale, or burst."""
+    """Yield changes in the mean or scale of advantages, and bursts."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
@@ -178,11 +178,11 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Series -> size of a change that has a weight of one half, regardless of scatter."""
+"""Size of a change with a weight of one half, by series, regardless of scatter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change of the prompts near the drop, and whether several prompt series change at that step."""
+    """Yield the clearest change in the prompts near the drop, and whether several prompt series change at that step."""
     best: tuple[float, Fact] | None = None
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
@@ -237,7 +237,7 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
 def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
     """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
 
-    A limit does not change them; a policy that comes to prefer one length does."""
+    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not."""
     of_before, of_after = (
         np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
         for lengths in (before, after)
@@ -261,7 +261,7 @@ def endings(facts: Facts) -> Iterator[Fact]:
     rests = np.array([share[at : at + 3].min() for at in near])
     step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
     gradient = facts.moves.step("grad_norm")
-    # A policy may end its responses differently after a change of the gradient.
+    # A policy may end its responses differently after a change in the gradient.
     group = "policy" if gradient is not None and gradient < step else ""
     level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
