@@ -702,9 +702,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
-    Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
-    synchronised weights, caches, adapters, quantisation, low precision, router flips: each fault is reported with its
-    evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
+    Checks for faults in temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding,
+    stale or partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Each fault found is
+    reported with its evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -859,7 +859,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_by("side", "arm", help="What each row of --csv describes.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
+    """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes."""
     form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
 
 
@@ -1124,7 +1124,7 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
-    reads both. tensorboard and wandb: the mismatch by step and every logged number; the wandb run is written offline.
+    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb is written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 

@@ -61,7 +61,7 @@ class SideErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Errors of trainer and engine, and how much of the mismatch each single change removes."""
+    """Trainer and engine errors, and how much of the mismatch each individual change removes."""
 
     _text = "tim_trace.analysis.replay_text:triangulation_text"
 
@@ -101,7 +101,7 @@ def triangulate(
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> Triangulation:
-    """Split the mismatch between trainer and engine, and measure how much of it each single change removes.
+    """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already has these
     replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the reference.

@@ -81,9 +81,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 
 
 WITHOUT_NETWORK = """\
-On a machine without a network that has torch, transformers and tim-trace's wheels (duckdb, numcodecs, pytz, zarr, msgspec,
-google-crc32c, donfig, rich), link the clone as the package and run it in parts. Each row is saved as soon as it is measured,
-and the next run continues:
+On an offline machine that has torch, transformers and the wheels tim-trace needs (duckdb, numcodecs, pytz, zarr, msgspec,
+google-crc32c, donfig, rich), symlink the clone in as the package and run it in stages. Each row is saved as soon as it is
+measured, and the next run picks up from there:
 
     mkdir p && ln -s "$PWD" p/tim_trace && export PYTHONPATH="$PWD/p"
     python -m pytest -m gpu

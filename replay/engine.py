@@ -40,7 +40,7 @@ class _Wanted:
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Sequences already scored under this arm, by step; None if all sequences are."""
+    """Sequences already scored under this arm, by step; None for a step whose sequences are all scored."""
     is_replaced: bool = False
     """True if the arm's existing pass is removed before the arm is scored."""
 

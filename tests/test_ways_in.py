@@ -72,7 +72,9 @@ RAN = {
 
 
 def rows():
-    (table,) = re.findall(r"^## Record or import a run\n\n(?:[^|].*\n|\n)*\|.*\n\|[-|]*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    (table,) = re.findall(
+        r"^## Record or import a run\n\n(?:[^|].*\n|\n)*\|.*\n\|[-|]*\n((?:\|.*\n)+)", README, re.MULTILINE
+    )
     return [line.split("|")[1].strip() for line in table.splitlines()]
 
 

@@ -43,7 +43,7 @@ from .verified_file import FileChecksums, FileCursor, VerifiedFile
 _LOOKS = 100
 """Maximum number of attempts to read a trace that keeps changing."""
 _NAMED = 8
-"""Maximum number of files listed in a message about a missing writer's state."""
+"""Maximum number of files to list in the message about missing writer state."""
 _RESTORE = "restore the file from a copy"
 
 

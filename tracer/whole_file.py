@@ -151,7 +151,7 @@ def _remove(path: Path) -> None:
 
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Name of the lock file for folders that cannot be locked, as on NFS; readers ignore files with this prefix."""
+"""Name of the lock file in folders that cannot be locked themselves, e.g. on NFS; its prefix makes readers ignore it."""
 
 
 @contextmanager

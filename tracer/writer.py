@@ -106,7 +106,7 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """True if submitted tasks are still executed."""
+        """True while submitted tasks will still be executed."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:

@@ -83,13 +83,13 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None if there is
+    """The drop in the judged outcome, or a drop that shows only in comparison with a baseline run; None if there is
     neither."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None if the two passes share no token."""
     database: Database
-    """The steps of the trace that may be used; sequences and changes are read from it on demand."""
+    """The usable steps of the trace; their sequences and changes are read from the trace on demand."""
     pair: Pair
     settings: Mapping[str, Any]
     """Hyperparameters by name, as numbers or text."""

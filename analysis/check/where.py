@@ -299,7 +299,7 @@ def _period(data: PairData) -> int | None:
 
 
 def later_turn(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True after masked tokens that follow counted ones, i.e. in the second turn and later ones."""
+    """Return an [N] bool mask that is True from the second turn on, i.e. after a masked token that follows a counted one."""
     out = np.zeros(len(sample.tokens), bool)
     for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
         counted = np.cumsum(sample.mask[first:last]) > 0

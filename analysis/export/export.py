@@ -66,7 +66,7 @@ def export_run(
     `to` parquet: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) -
     logprob(b) of `pair` for every response token, NULL if either logprob is NULL; and `metrics`, the logged values.
-    `import parquet` reads both. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged
+    `import parquet` can read either back. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged
     number under its own name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing

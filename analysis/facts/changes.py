@@ -36,7 +36,7 @@ class ChangePoint:
     """A step at which the level or the slope of a series changed."""
 
     step: int
-    """First step after the change; for the drop of an outcome, its onset as reported by attribute."""
+    """First step after the change; for the drop in an outcome, its onset as reported by attribute."""
     low: int
     high: int
     """Last step of the 95% confidence interval, which starts at `low`. If steps are missing between two values, the
@@ -148,7 +148,7 @@ class FirstChange:
     """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Other series whose intervals overlap with this one, so it is undecided which changed first."""
+    """Other series whose intervals overlap this one's, so it is unclear which changed first."""
     may_be_first: bool
     """False if another series is certain to have changed earlier."""
 
@@ -188,12 +188,12 @@ MIN_VALUES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes recorded in a run, and the drop of the outcome that is judged."""
+    """The outcomes recorded in a run, and the drop in the outcome that is judged."""
 
     all: tuple[Outcome, ...]
     """Evaluations first, then the reward."""
     fall: Fall | None
-    """The drop of the judged outcome, or None; its onset may come from the reward."""
+    """The drop in the judged outcome, or None; its onset may come from the reward."""
 
     @property
     def judged(self) -> Outcome | None:
@@ -203,7 +203,7 @@ class RunOutcomes:
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run. The drop of an outcome is dated to its onset."""
+    """Find the changes of every series of the open run. The drop in an outcome is dated to its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -233,7 +233,7 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
 
 @cached
 def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
-    """Read the outcomes of the open run, and the drop of the judged outcome."""
+    """Read the outcomes of the open run, and the drop in the judged outcome."""
     outcomes = _outcomes(database, read_series(database, pair=pair))
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
@@ -288,7 +288,7 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Return the drop of the evaluation, with the reward's onset if that is narrower; else the drop of the reward.
+    """Return the drop in the evaluation, with the reward's onset if that is narrower; else the drop in the reward.
 
     If only the reward drops, the sampled responses got worse but the policy did not."""
     if fall is not None:

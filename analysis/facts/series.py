@@ -201,7 +201,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """A lasting drop of an outcome: its onset, its size and its levels."""
+    """A lasting drop in an outcome: its onset, its size, and the levels before and after."""
 
     outcome: str
     onset_of: str
@@ -261,7 +261,7 @@ def is_evaluation(name: str) -> bool:
 
 
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
-    """Return the drop of an outcome, or None if noise can explain it.
+    """Return the drop in an outcome, or None if noise can explain it.
 
     The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
     The drop must exceed FALL_SHARE of the earlier level. In addition, the drop or the decrease along a straight line
@@ -413,7 +413,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Return True for a temporary dip, after which the windows stay above the midpoint or the FALLEN level for long."""
+    """Return True if a dip is temporary: the windows then stay above the midpoint or the FALLEN level for a long time."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
@@ -422,7 +422,7 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
-    """Return the index of the first two consecutive values below a level, or the last index if there are none."""
+    """Return the index at which two consecutive values first fall below a level, or the last index if none do."""
     lost = values[start:] < level
     twice = np.flatnonzero(lost & np.r_[lost[1:], True])
     return start + int(twice[0]) if len(twice) else len(values) - 1

@@ -36,7 +36,7 @@ SAME_REWARDS = 0.15
 """Maximum distance between two reward distributions that count as the same: the Kolmogorov-Smirnov distance (0 to 1),
 or the difference between the means in standard deviations."""
 SAME_REWARDS_SD = 2.5
-"""Maximum difference in mean reward before and after a step, in standard errors, if the distribution is the same."""
+"""Maximum difference in mean reward before and after a step, in standard errors, for the distributions to count as the same."""
 MOST = 0.5
 """Without a drop, a value counts as changed if at least this fraction of repeated responses get a different one."""
 REFERENCE_MOVES = 0.05
@@ -59,7 +59,7 @@ MOVES_SD = 6.0
 MOVES_ON = 0.6
 """Fraction of a change that must persist in two of the next three steps for the change to last."""
 BREAKS_SD = 4.0
-"""Minimum abrupt drop of a correlation, in standard deviations of the earlier steps, for it to count as lost."""
+"""Minimum abrupt drop in a correlation, in standard deviations of the earlier steps, for it to count as lost."""
 BREAKABLE = 0.2
 """Minimum earlier value of a correlation for its loss to be tested."""
 BREAK_LOSES = 0.5

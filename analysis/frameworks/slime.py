@@ -45,10 +45,10 @@ class Slime(Framework):
     """Lower bound of token ratios."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
     """True to average over all tokens, False to average the means of sequences."""
-    use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
+    use_tis: bool = option_field(False, "Use the weights and rejections of the mis.py example.")
     """True for the weights and rejections of mis.py; False for only its metrics, as in get_mismatch_metrics."""
-    tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
-    """Level of the weights: `token`, `sequence`, or the `geometric` mean over a sequence."""
+    tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
+    """Level at which weights are computed: `token`, `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
@@ -58,10 +58,10 @@ class Slime(Framework):
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
     """True to divide the weights by their mean."""
-    use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
+    use_rs: bool = option_field(True, "Reject based on weights (on; mis.py).")
     """True to reject tokens with a weight outside rs_lower_bound and rs_upper_bound."""
-    rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
-    """Level of the rejections; takes the same values as tis_level."""
+    rs_level: str = option_field("token", "Level at which weights reject (token; mis.py).", choices=LEVELS)
+    """Level at which weights reject; takes the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )

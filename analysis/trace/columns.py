@@ -169,8 +169,8 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return, by pass of a sampled replay, its number of sequences, and that of `train` in the same steps. Replays of
-    all sequences are omitted.
+    """For each pass of a sampled replay, return how many sequences it covers, and how many `train` has in the same
+    steps. Replays of all sequences are omitted.
     """
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}

@@ -1,1 +1,1 @@
-"""Merge the files of many writers into fewer ones, ordered by step."""
+"""Merge the files of many writers into a few, ordered by step."""

@@ -196,7 +196,7 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
 
 TORCHTITAN = Format(
     name="torchtitan",
-    writes="RolloutSampleRecorder of experiments/rl",
+    writes="RolloutSampleRecorder in experiments/rl",
     files="rollout_samples.jsonl",
     columns={
         "step": ("step", "max_policy_version"),
@@ -209,8 +209,8 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs belong to a turn's completion_token_ids; tokens between turns are masked and have "
-    "no logprobs; the newest policy version is the step; validation rollouts are skipped",
+    alignment="the completion_logprobs belong to a turn's completion_token_ids; tokens between turns are masked and have "
+    "no logprobs; the newest policy version is used as the step; validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={

@@ -21,7 +21,7 @@ CONTAINER_BYTES = 64
 VIEWED_BYTES = 1 << 16
 """Length in bytes from which a byte string is kept as a view of the file instead of being copied."""
 BYTES = (bytes, memoryview)
-"""Types of a pickle's byte strings after loading."""
+"""Types that a pickle's byte strings can have once loaded."""
 
 
 class NotPlain(ValueError):

@@ -188,7 +188,7 @@ def _item_size(dtype: str | None) -> int:
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return a dict that maps names to the tensors of a TensorDict saved as one storage."""
+    """Return a dict that maps names to the tensors of a TensorDict saved as a single storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}

@@ -134,7 +134,7 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Yield a change in the reference model, a jump in the distance to it, or a return of the policy to it."""
+    """Yield a fact if the reference model changes, the distance to it jumps, or the policy returns to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()

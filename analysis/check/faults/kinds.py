@@ -203,7 +203,7 @@ def _is_alternating(data: PairData, place: Where) -> bool:
 
 
 def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
-    """Return the kind and the cause that a place implies by its feature; None if it implies none."""
+    """Return the fault kind and cause implied by the feature that distinguishes a place; None if it implies none."""
     name = next((name for name in _IMPLIED if place.feature.startswith(name)), None)
     if name is None or _is_alternating(data, place) or _begins_later(data, place):
         return None
@@ -418,7 +418,7 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
+    """If `rows` contains exactly the sequences from some later step onward, return that step; otherwise None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

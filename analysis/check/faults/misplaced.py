@@ -86,10 +86,10 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
-    causes={"own": "each row of one side is shifted by its own number of tokens: wrong padding or offsets",
+    causes={"own": "the rows of one side are shifted by different numbers of tokens: wrong padding or offsets",
             "neighbour": "some tokens have the values of their neighbours"},
     evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted against {a}, each by its own number of "
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted against {a}, by different numbers of "
         "tokens, {least:+d} to {largest:+d}: shifted back, they differ by {moved:.2g} nats per token, as recorded by {unmoved:.2g}; "
         "each is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",

@@ -347,7 +347,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
-    """Detect that |d| piles up at its largest value: one side was clamped to a distance from the other."""
+    """Detect that |d| piles up at its largest value: one side was clamped to within a fixed distance of the other."""
     if any(side.rounded is not None for side in precisions(data)):
         return []  # on a grid, many differences are equal
     size = np.abs(data.d)

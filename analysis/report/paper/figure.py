@@ -138,7 +138,7 @@ class Stack(Chart):
 
 
 def stack_of(series: Sequence[LineChart]) -> Stack:
-    """Return the overview of a run, which stacks its series."""
+    """Return the overview of a run: its series, stacked in one figure."""
     charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
