@@ -70,7 +70,7 @@ SECTIONS = {
         "attribute": "Find whether and when a run collapsed, and the likely cause.",
     },
     "replaying in depth": {
-        "triangulate": "Split the mismatch between trainer and engine.",
+        "triangulate": "Attribute the mismatch to trainer and engine.",
         "gradient": "Recompute gradients, as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
         "weights": "List, verify and export recorded weights.",
@@ -1124,7 +1124,7 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
-    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb is written offline.
+    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 

@@ -1,4 +1,4 @@
-"""Split the mismatch between trainer and engine into the error of each, measured against a replay in higher precision.
+"""Attribute the mismatch to trainer and engine: the error of each, measured against a replay in higher precision.
 
 With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
 mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is

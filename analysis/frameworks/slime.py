@@ -60,8 +60,8 @@ class Slime(Framework):
     """True to divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject based on weights (on; mis.py).")
     """True to reject tokens with a weight outside rs_lower_bound and rs_upper_bound."""
-    rs_level: str = option_field("token", "Level at which weights reject (token; mis.py).", choices=LEVELS)
-    """Level at which weights reject; takes the same values as tis_level."""
+    rs_level: str = option_field("token", "Level at which to reject (token; mis.py).", choices=LEVELS)
+    """Level at which to reject; takes the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
