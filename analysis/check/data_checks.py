@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
-from .where import part_of_rows
+from .where import part_of_rows, rank_of
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -37,7 +37,7 @@ KINDS = {
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
     "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
-    "advantages_mixed": ("some advantages follow another rule", "{num:,} rows have {rule}; all others follow the group's mean and scale"),
+    "advantages_mixed": ("some advantages follow another rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
@@ -104,8 +104,8 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
     checks = (
-        _values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _masked, _finished, _entropies,
-        _references, _reward_parts, _recorded_text,
+        _values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _versions, _masked, _finished,
+        _entropies, _references, _reward_parts, _prompts, _after_end,
     )  # fmt: skip
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
@@ -141,7 +141,7 @@ _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(rewar
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
 _BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS response, reward, advantage FROM {rows} ORDER BY step"
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
-_VERSIONS = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
+_BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
@@ -185,6 +185,7 @@ class _Run:
         self.rows = {name: array_of(table[name]) for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
         self.is_per_token = bool(self.rows["is_per_token"].any())
+        self.sampled_at = np.searchsorted(self.steps, () if sample is None else sample.steps)
         inspected = self.steps if sample is None else np.unique(sample.steps)
         self.inspected = ", ".join(str(step) for step in inspected)
 
@@ -255,8 +256,7 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
     if mixed.any():
         numbers: Numbers = {"num_groups": len(np.unique(group[mixed])), "most": int(prompts.max())}
         yield run.finding("groups_mix_prompts", mixed, at, _BY_GROUP, numbers)
-    alone = (in_group == 1) & repeated & (in_group.max() > 1)
-    if alone.sum() >= 3:
+    elif (alone := (in_group == 1) & repeated & (in_group.max() > 1)).sum() >= 3:
         yield run.finding("rows_alone", alone, at, _BY_GROUP, {"num": int(alone.sum())})
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and prompt.max() + 1 > 3 * len(np.unique(at)):
         # If a few prompts were drawn twice by chance, others would be drawn once.
@@ -304,7 +304,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     if 2 * num < others.total() + num_unknown:
         name = ""  # with a few small steps, some rule fits by chance
     is_cut = run.rows["is_cut"][known]
-    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, at, is_cut, rules)):
+    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, is_cut, rules)):
         code, affected, mixed_numbers = mixed
         yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
         return
@@ -337,22 +337,24 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
 
 def _unequal(
-    r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
+    r: np.ndarray, a: np.ndarray, group: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Detect rows whose advantage differs from that of all other rows with the same reward in their group, or groups that
-    lost rows after their baseline was computed. Return the code, the affected rows, [N] bool, and the numbers."""
+    """Detect rows whose advantage differs from that of the other rows with the same reward in their group, advantages of
+    groups in which all rewards are equal, and groups that lost rows after their baseline was computed.
+
+    `group`: [N] number of each row's group, different at every step. Return the code, the affected rows, [N] bool, and the
+    numbers."""
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
-    label = np.unique(group + at * (int(group.max()) + 1), return_inverse=True)[1]
-    cell = np.unique(np.stack([label, r]), axis=1, return_inverse=True)[1]
+    cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
     first, size = np.searchsorted(cell[order], cell), count_of(cell)
     usual = a[order][first + (size - 1) // 2]
-    scale = np.sqrt(mean_of(label, (a - mean_of(label, a)) ** 2))
+    scale = np.sqrt(mean_of(group, (a - mean_of(group, a)) ** 2))
     off = (size > 2) & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     asked = size > 2
     if 3 <= off.sum() < 0.34 * asked.sum() and off.any():
-        rank = rank_of(label)
+        rank = rank_of(group)
         parts = {"with finish reason 'length'": is_cut}
         parts |= {f"from the group's row {place} on": rank >= place for place in range(2, int(rank.max()))}
         share = {
@@ -363,18 +365,18 @@ def _unequal(
         where = max(share, key=share.__getitem__, default="")
         numbers: Numbers = {"num": int(off.sum()), "where": f", all of them {where}" if where else ""}
         return "advantages_unequal", off, numbers
-    is_equal = np.sqrt(mean_of(label, (r - mean_of(label, r)) ** 2)) <= 1e-6 * np.abs(r).max()
+    is_equal = np.sqrt(mean_of(group, (r - mean_of(group, r)) ** 2)) <= 1e-6 * np.abs(r).max()
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    loose = is_equal & (count_of(label) > 1) & (np.abs(a) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
+    loose = is_equal & (count_of(group) > 1) & (np.abs(a) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
         rule.name == "own" or rule.own > 0.99 for rule in rules.values()
     ):
         return (
             "advantages_of_equal",
             loose,
-            {"num": len(np.unique(label[loose])), "size": float(np.median(np.abs(a[loose])))},
+            {"num": len(np.unique(group[loose])), "size": float(np.median(np.abs(a[loose])))},
         )
-    in_group, mean = count_of(label), np.abs(mean_of(label, a))
+    in_group, mean = count_of(group), np.abs(mean_of(group, a))
     full = in_group == in_group.max()
     lost = ~full & (mean > 0.05 * scale) & (scale > 0)
     if (
@@ -382,17 +384,16 @@ def _unequal(
         and mean[full].max() < 1e-3 * scale.max()
         and lost.sum() > 0.5 * (~full & (scale > 0)).sum() >= 3
     ):
-        return "rows_lost", lost, {"num": len(np.unique(label[lost])), "size": int(in_group.max())}
+        return "rows_lost", lost, {"num": len(np.unique(group[lost])), "size": int(in_group.max())}
     return None
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Detect that the rows follow two rules: the group's, and the same with the other sign, with or without its standard
-    deviation, or with the rewards of the previous step. Return the code, the affected rows, [N] bool, and the numbers.
+    """Detect that some rows follow the group's rule with another sign or scale, or with and without its standard deviation, or
+    that all follow the rewards of the previous step. Return the code, the affected rows, [N] bool, and the numbers.
     """
-    label = np.unique(group + at * (int(group.max()) + 1), return_inverse=True)[1]
-    centred = r - mean_of(label, r)
-    spread = np.sqrt(mean_of(label, centred**2))
+    centred = r - mean_of(group, r)
+    spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
     scales = {"centred": centred, "normalised": centred / np.where(spread > 0, spread, np.nan)}
     if asked.sum() < 30:
@@ -432,11 +433,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         and np.any([*ratio.values()], axis=0)[asked].mean() > 0.97
     ):
         fewer = min(only, key=lambda name: only[name].sum())
-        rule = (
-            "no division by the group's standard deviation"
-            if fewer == "centred"
-            else "a division by the group's standard deviation"
-        )
+        rule = f"{'not ' if fewer == 'centred' else ''}been divided by the group's standard deviation"
         return "advantages_mixed", only[fewer], {"rule": rule, "num": int(only[fewer].sum())}
     sizes = np.bincount(at)
     if len(sizes) < 3 or np.ptp(sizes) or any(scale_of(given)[1] > 0.5 for given in scales.values()):
@@ -603,14 +600,6 @@ def count_of(label: np.ndarray) -> np.ndarray:
     return np.asarray(np.bincount(label)[label])
 
 
-def rank_of(label: np.ndarray) -> np.ndarray:
-    """For each of the N rows, return the number of earlier rows with the same label."""
-    order = np.argsort(label, kind="stable")
-    rank = np.empty(len(label), np.int64)
-    rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
-    return rank
-
-
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
     """Return the correlation over the rows without NaN; 0 if fewer than 8 remain, or if one input is constant up to
     rounding.
@@ -659,65 +648,84 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
         query = _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error)
         rows = run.database.connection.execute(query).fetchnumpy()
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
-        found = []
-        for name, later in itertools.product(filter(known_names.__contains__, names), (0, 1, -1)):
-            value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
-            ends = np.flatnonzero(np.isfinite(value))
-            if len(ends) <= 2:
-                continue
-            averaged = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(
-                np.r_[-1, ends]
-            )  # since the last logged value
-            distance = np.abs(value - mean)[ends]
-            nearest = np.minimum(distance, np.abs(value[ends] - averaged))
-            off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
-            is_sample = 2 * int(off.sum()) >= len(off)
-            # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
-            if is_sample or not off[off.argmax() :].all():
-                off &= nearest > np.maximum(errors, errors.mean())[ends]
-            found.append((is_sample, int(off.sum()), abs(later), name, value, ends, off, distance, later))
-        if not found:
-            continue
-        own = {entry[3]: entry for entry in found if entry[8] == 0}
-        exact = next(
-            (
-                entry
-                for entry in found
-                if entry[8] and not entry[1] and own.get(entry[3], (0, 0))[0] and len(entry[5]) > 3
-            ),
-            None,
-        )
-        if exact is not None and table == "sequences":
-            late = "after" if exact[8] > 0 else "before"
-            numbers: Numbers = {"name": exact[3], "late": late, "num": len(exact[5])}
-            at = np.searchsorted(run.steps, steps[exact[5]])
+        lags = itertools.product(filter(known_names.__contains__, names), (0, 1, -1))
+        found = [each for name, later in lags if (each := _compared(logged, name, later, steps, mean, errors))]
+        own = [each for each in found if not each.later and each.is_sample]
+        unlike = {each.name for each in own}
+        shifted = (each for each in found if each.later and each.name in unlike and len(each.ends) > 3)
+        late = next((each for each in shifted if not each.off.any()), None)
+        if late is not None and table == "sequences":
+            numbers: Numbers = {
+                "name": late.name,
+                "late": "after" if late.later > 0 else "before",
+                "num": len(late.ends),
+            }
+            at = np.searchsorted(run.steps, steps[late.ends])
             yield run.finding("metric_late", np.ones(len(at), bool), at, _BY_STEP, numbers, notice=True)
             continue
-        for name, (is_sample, *_, value, ends, _, distance, _) in own.items():
-            if is_sample and (of := _logged_of(run, column, value[ends], mean[ends], steps[ends])):
-                worst = ends[distance.argmax()]
-                numbers = {
-                    "name": name,
-                    "logged": float(value[worst]),
-                    "recorded": float(mean[worst]),
-                    "step": int(steps[worst]),
-                    "of": of,
-                }
-                at = np.searchsorted(run.steps, steps[ends])
-                yield run.finding("metric_of_others", distance > 0, at, _BY_STEP, numbers)
-                break
-        else:
-            own = {}
-        if own:
+        explained = ((each, _logged_of(run, column, each.value, mean[each.ends], steps[each.ends])) for each in own)
+        other, of = next((pair for pair in explained if pair[1]), (None, ""))
+        if other is not None:
+            at = np.searchsorted(run.steps, steps[other.ends])
+            numbers = other.worst(steps, mean, other.distance) | {"of": of}
+            yield run.finding("metric_of_others", other.distance > 0, at, _BY_STEP, numbers)
             continue
-        is_sample, num, _, name, value, ends, off, distance, _ = min(found, key=lambda entry: entry[:3])
-        if num > 2 and (not is_sample or 2 * num > len(off)):
-            worst = ends[np.argmax(np.where(off, distance, -1.0))]
-            numbers = {
-                "name": name, "logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst]),
-            }  # fmt: skip
-            at = np.searchsorted(run.steps, steps[ends])
-            yield run.finding("metric_contradicts", off, at, _BY_STEP, numbers, notice=is_sample)
+        best = min(found, key=lambda each: (each.is_sample, int(each.off.sum()), abs(each.later)), default=None)
+        if best is not None and best.off.sum() > 2 and (not best.is_sample or 2 * best.off.sum() > len(best.off)):
+            at = np.searchsorted(run.steps, steps[best.ends])
+            numbers = best.worst(steps, mean, np.where(best.off, best.distance, -1.0))
+            yield run.finding("metric_contradicts", best.off, at, _BY_STEP, numbers, notice=best.is_sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logged:
+    """A logged mean beside the mean of the rows, at E steps."""
+
+    name: str
+    later: int
+    """Number of steps after the rows' own at which the value is read."""
+    ends: np.ndarray
+    """[E] index of the steps with a logged value."""
+    value: np.ndarray
+    distance: np.ndarray
+    """[E] distance from the mean of the rows of that step."""
+    off: np.ndarray
+    """[E] bool: the value contradicts the rows."""
+    is_sample: bool
+    """True if most values differ, as a mean over other rows does."""
+
+    def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:
+        """Return the value with the largest `by`, [E], and the rows' mean at its step."""
+        at = int(np.argmax(by))
+        end = self.ends[at]
+        return {
+            "name": self.name, "logged": float(self.value[at]), "recorded": float(mean[end]), "step": int(steps[end]),
+        }  # fmt: skip
+
+
+def _compared(
+    logged: Mapping[tuple[str, int], float],
+    name: str,
+    later: int,
+    steps: np.ndarray,
+    mean: np.ndarray,
+    errors: np.ndarray,
+) -> _Logged | None:
+    """Compare the values of a metric with the rows' means, which have these errors; None for fewer than three values."""
+    every = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
+    ends = np.flatnonzero(np.isfinite(every))
+    if len(ends) <= 2:
+        return None
+    value = every[ends]
+    since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
+    distance = np.abs(value - mean[ends])
+    nearest = np.minimum(distance, np.abs(value - since_last))
+    off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
+    is_sample = 2 * int(off.sum()) >= len(off)
+    # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
+    if is_sample or not off[off.argmax() :].all():
+        off &= nearest > np.maximum(errors, errors.mean())[ends]
+    return _Logged(name=name, later=later, ends=ends, value=value, distance=distance, off=off, is_sample=is_sample)
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
@@ -830,11 +838,9 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
         found, *_ = np.linalg.lstsq(parts[known], rewards[known], rcond=None)
         return found if np.abs(parts[known] @ found - rewards[known]).max() < least else None
 
+    declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
     everywhere = np.ones(len(reward), bool)
     if (weights := weights_of(reward)) is not None:
-        declared = {
-            name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))
-        }
         used = np.abs(parts[there]).max(axis=0) > 0
         off = [
             abs(weight - declared.get(name, weight)) > 0.01
@@ -856,7 +862,6 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     if np.ptp(sizes) == 0:
         tried["those of the previous step"] = np.r_[reward[sizes[0] :], np.full(sizes[0], np.nan)]
     explanation = next((name for name, moved in tried.items() if weights_of(moved) is not None), "")
-    declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
     total = np.nansum(parts * [declared.get(name, 1.0) for name in names], axis=1)
     if not explanation and np.abs(np.trunc(total[there]) - reward[there]).max() < least:
         explanation = "their sum without its fraction: it passed through an integer"
@@ -864,20 +869,27 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
         yield run.finding("rewards_differ", everywhere, at, _BY_ROW, {"explanation": explanation})
 
 
-def _recorded_text(run: _Run) -> Iterator[DataFinding]:
-    """Detect prompts that are recorded with padding, and responses that go on after their end token."""
+def _prompts(run: _Run) -> Iterator[DataFinding]:
+    """Detect prompts that are recorded with padding."""
     if (sample := run.sample) is None:
         return
-    at = np.searchsorted(run.steps, sample.steps)
-    prompts = [np.asarray(each or ()) for each in sample.prompts]
+    at = run.sampled_at
+    prompts = [each or [] for each in sample.prompts]
     known = np.array([len(each) > 3 for each in prompts])
-    if known.sum() >= 8:
-        first = np.array([each[0] if ok else -1 for each, ok in zip(prompts, known, strict=True)])
-        again = np.array([ok and each[0] == each[1] for each, ok in zip(prompts, known, strict=True)])
-        ids, counts = np.unique(first[again], return_counts=True)
-        if again.sum() >= max(4, 0.3 * known.sum()) and counts.max() > 0.9 * counts.sum():
-            numbers: Numbers = {"num": int(again.sum()), "of": int(known.sum()), "token": int(ids[counts.argmax()])}
-            yield run.finding("prompt_padding", again, at, _BY_ROW, numbers)
+    again = np.array([len(each) > 3 and each[0] == each[1] for each in prompts])
+    if known.sum() < 8 or again.sum() < max(4, 0.3 * known.sum()):
+        return
+    ids, counts = np.unique([prompts[row][0] for row in np.flatnonzero(again)], return_counts=True)
+    if counts.max() > 0.9 * counts.sum():
+        numbers: Numbers = {"num": int(again.sum()), "of": int(known.sum()), "token": int(ids[counts.argmax()])}
+        yield run.finding("prompt_padding", again, at, _BY_ROW, numbers)
+
+
+def _after_end(run: _Run) -> Iterator[DataFinding]:
+    """Detect responses that go on after their end token."""
+    if (sample := run.sample) is None:
+        return
+    at = run.sampled_at
     from_end = sample.lengths[sample.seq] - 1 - sample.position
     rows = sample.lengths > 0
     for distance in range(1, 9):
@@ -892,7 +904,9 @@ def _recorded_text(run: _Run) -> Iterator[DataFinding]:
         # A token that always precedes the end token is followed by one id, what comes after the end by several.
         is_end = counts.max() >= max(12, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum()
         if is_end and last.max() < 0.5 * last.sum():
-            numbers = {"num": int(counts.max()), "of": int(rows.sum()), "token": int(token), "distance": distance}
+            numbers: Numbers = {
+                "num": int(counts.max()), "of": int(rows.sum()), "token": int(token), "distance": distance,
+            }  # fmt: skip
             yield run.finding("tokens_after_end", affected, at, _BY_ROW, numbers)
             return
 
@@ -933,7 +947,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # other tokens, which were sampled, also lack logprobs
-    at = np.searchsorted(run.steps, sample.steps)
+    at = run.sampled_at
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
         if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):
@@ -950,7 +964,7 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, _ = found
-    starts, at = sample.starts[:-1], np.searchsorted(run.steps, sample.steps)
+    starts, at = sample.starts[:-1], run.sampled_at
     full = np.flatnonzero(sample.lengths)
     prompt, whole = sample.prefix_keys[starts[full]], sample.token_keys[starts[full] + sample.lengths[full] - 1]
     _, firsts, which = np.unique(whole, return_index=True, return_inverse=True)
@@ -968,16 +982,23 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
         yield run.finding("samples_repeat", again[asked], at[full][asked], _BY_ROW, numbers, notice=notice)
 
 
-def _masked(run: _Run) -> Iterator[DataFinding]:
-    """Detect sampled tokens, or whole rows, that do not count in the loss, and impossible policy versions."""
+def _versions(run: _Run) -> Iterator[DataFinding]:
+    """Detect an engine whose recorded policy version is ahead of the trainer's."""
     if (found := _sampled_by(run)) is None:
         return
-    sample, engine, other = found
-    at = np.searchsorted(run.steps, sample.steps)
+    _, engine, other = found
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train" and (wrong := ahead > 0).mean() > 0.05:
         numbers: Numbers = {"num": int(wrong.sum()), "ahead": int(np.median(ahead[wrong]))}
-        yield run.finding("versions_ahead", wrong, at, _VERSIONS, numbers)
+        yield run.finding("versions_ahead", wrong, run.sampled_at, _BY_VERSION, numbers)
+
+
+def _masked(run: _Run) -> Iterator[DataFinding]:
+    """Detect sampled tokens, or whole rows, that do not count in the loss."""
+    if (found := _sampled_by(run)) is None:
+        return
+    sample, engine, other = found
+    at = run.sampled_at
     counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
     if (empty := (counted == 0) & (sample.lengths > 0)).sum() >= 3:
         yield run.finding("rows_masked", empty, at, _BY_ROW, {"num": int(empty.sum())}, notice=True)
@@ -989,7 +1010,7 @@ def _masked(run: _Run) -> Iterator[DataFinding]:
     rows = np.unique(sample.seq[cut])
     stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     if len(rows) > max(3, (stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences) / 2):
-        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
+        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
         yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
 
 
@@ -998,7 +1019,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
     sample = run.sample
     if sample is None or not sample.lengths.any():
         return
-    at = np.searchsorted(run.steps, sample.steps)
+    at = run.sampled_at
     said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
     longest, limit = int(sample.lengths.max()), sample.settings["max_tokens"]
     cut = said == "length"
@@ -1033,19 +1054,16 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
     that entropy."""
     if (sample := run.sample) is None:
         return
-    at = np.searchsorted(run.steps, sample.steps)
+    at = run.sampled_at
     compared = sample.compared
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
+    joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:
             continue
         there = sample.mask & np.isfinite(side.entropy) & np.isfinite(side.logprobs)
-        inside = (
-            there
-            & np.r_[False, there[:-1] & (np.diff(sample.seq) == 0)]
-            & np.r_[there[1:] & (np.diff(sample.seq) == 0), False]
-        )
+        inside = there & np.r_[False, there[:-1] & joined] & np.r_[there[1:] & joined, False]
         if inside.sum() < 500 or np.std(side.entropy[inside]) < 0.05:
             continue
         surprise, entropy = -side.logprobs[inside], side.entropy[inside]
@@ -1054,12 +1072,12 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
         numbers: Numbers = {"name": side.name, "ratio": float(np.median(ratios))}
         everywhere = np.ones(len(at), bool)
         query = _ENTROPIES.replace("{name}", side.name)
-        left = np.bincount(sample.seq[inside], entropy * np.log(2.0) - surprise, len(at))
-        count = np.bincount(sample.seq[inside], minlength=len(at))
-        in_rows = part_of_rows(sample, np.where(count > 0, left / np.maximum(count, 1), np.nan))
-        is_ln2 = abs(np.median(ratios) / np.log(2.0) - 1) < 0.03 and np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12)
-        if is_ln2 and in_rows is None:
-            yield run.finding("entropies_in_bits", everywhere, at, query, numbers)
+        if abs(np.median(ratios) / np.log(2.0) - 1) < 0.03 and np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12):
+            left = np.bincount(sample.seq[inside], entropy * np.log(2.0) - surprise, len(at))
+            count = np.bincount(sample.seq[inside], minlength=len(at))
+            # If it holds for part of the rows only, the others were sampled from another distribution.
+            if part_of_rows(sample, np.where(count > 0, left / np.maximum(count, 1), np.nan)) is None:
+                yield run.finding("entropies_in_bits", everywhere, at, query, numbers)
         place = np.flatnonzero(inside)
         own, before, after = (np.corrcoef(surprise, side.entropy[place + lag])[0, 1] for lag in (0, -1, 1))
         lag, best = (-1, before) if before > after else (1, after)

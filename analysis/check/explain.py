@@ -77,7 +77,8 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""Share of the mismatch below which an explanation that predicts values leaves so little that no place rivals it."""
+"""An explanation that leaves less than this share of the mismatch is compared only with others that predict values, not with
+places."""
 MIN_FIRST = 0.6
 """A kind is listed before the part of the run that the mismatch is confined to if its probability is at least this."""
 MIN_LIKELY = 0.4
@@ -149,8 +150,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     equal = find_equal(data)
     if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
-    since = [each for each in equal if each.signal == "copied_steps" and each.tokens is not None]
-    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(_without_tokens(data, since))]
+    copied = [each for each in equal if each.signal == "copied_steps"]
+    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(_without(data, copied))]
     if not any(finding.fails for finding in (*found, *facts)):
         found += [each.finding for each in find_unsampled(data)]
         if not any(finding.fails for finding in found):
@@ -248,8 +249,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations without those that claim all tokens, but do not predict that the tokens outside some place
-    agree.
+    """Return the explanations that no place refutes. If nearly all tokens that are off are at one place and the others agree,
+    an explanation of all tokens that predicts no values is wrong about the others.
     """
     off = nobodys(data)
     exact = any(
@@ -325,13 +326,7 @@ def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
     return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in others)
 
 
-def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
-    for each in found:
-        data = data.without(each.tokens)
-    return data
-
-
-def _without_tokens(data: PairData, found: Sequence[Finding]) -> PairData:
+def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
     for each in found:
         assert each.tokens is not None
         data = data.without(each.tokens)

@@ -410,7 +410,7 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 """Maximum number of features that a sentence gives as reasons."""
 SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
-_JUDGED = "{probability:.0%} probable; typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
+_IMPLIED = "typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,12 +472,12 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
 
 def judged(hint: str) -> str:
     """Return the sentence for a kind of mismatch; `hint` lists its typical causes."""
-    return _JUDGED.replace("HINT", hint)
+    return "{probability:.0%} probable; " + implied(hint)
 
 
 def implied(hint: str) -> str:
     """Return the sentence for a kind of mismatch that its place implies."""
-    return judged(hint).removeprefix("{probability:.0%} probable; ")
+    return _IMPLIED.replace("HINT", hint)
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:

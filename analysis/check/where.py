@@ -241,8 +241,7 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
             f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
         }  # fmt: skip
     columns |= {f"not_first_of_{size}": order % size > 0 for size in MICRO_BATCHES}
-    batches = {str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}
-    for size, batch in {**batches, "step": sample.steps}.items():
+    for size, batch in batches(sample, order).items():
         columns |= {
             f"shorter_{name}_of_{size}": lengths < largest(lengths, batch)
             for name, lengths in (("prompt", prompt), ("total", total))
@@ -341,7 +340,14 @@ def seen_before(sample: Sample) -> np.ndarray:
     return out
 
 
+def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the batch [S] of each sequence, by number of rows in a batch, or `step` for all rows of a step. `order`: [S]
+    index of each sequence within its step."""
+    return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
+
+
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    """For each of the S sequences, return the largest of the values, [S], in its batch, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
@@ -352,12 +358,18 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
     """Return the index [S] of each sequence within its group, in the recorded order; NaN without groups."""
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
-    group = np.unique(
-        [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)], return_inverse=True
-    )[1]
-    by_group = np.lexsort((order, group))
-    rank = np.empty(len(group))
-    rank[by_group] = np.arange(len(group)) - np.searchsorted(group[by_group], group[by_group])
+    names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
+    in_order = np.argsort(order, kind="stable")
+    rank = np.empty(len(names))
+    rank[in_order] = rank_of(np.unique(names, return_inverse=True)[1][in_order])
+    return rank
+
+
+def rank_of(label: np.ndarray) -> np.ndarray:
+    """For each of N rows, return the number of earlier rows with the same label, [N]."""
+    order = np.argsort(label, kind="stable")
+    rank = np.empty(len(label), np.int64)
+    rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
     return rank
 
 

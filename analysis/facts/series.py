@@ -165,7 +165,8 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""Fraction of the baseline's rise below which a run counts as flat. No event in 392 healthy pairs; at 0.55, one."""
+"""Fraction of the baseline's rise below which a run counts as flat. No event in the 392 healthy pairs it was chosen on;
+at 0.55, one."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an

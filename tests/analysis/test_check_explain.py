@@ -1,6 +1,7 @@
 """What check says of faults of one kind each: the cause, or else the place of the tokens that nobody explains."""
 
 import re
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from bigrams import (
     table,
     top_p,
 )
-from builders import ROOT
+from builders import ROOT, tim_trace
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING
@@ -747,6 +748,8 @@ def test_masked_logits_are_a_filter_and_one_constant_is_a_placeholder(tmp_path):
 
     first = first_of(Recording(train=masked(5.0), entropy=False), tmp_path / "masked")
     assert (first.code, first.numbers["cause"]) == ("truncation", "masked")
+    shown = tim_trace(*shlex.split(first.next)[1:]).stdout
+    assert len(re.findall(r"-100\d\d", shown)) > 10
     assert first_of(Recording(train=masked(0.0), entropy=False), tmp_path / "constant").code == "placeholders"
 
 

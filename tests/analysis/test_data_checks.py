@@ -285,6 +285,13 @@ NOTICES = (
 )
 
 
+def test_groups_of_mixed_prompts_are_not_also_split_prompts(tmp_path):
+    found = findings(write(tmp_path / "run", **FAULTS["interleaved group ids"][2]))
+    assert [finding.code for finding in found if finding.code.startswith(("groups", "prompts", "rows_alone"))] == [
+        "groups_mix_prompts"
+    ]
+
+
 @pytest.mark.parametrize("kind", rest_slow(FAULTS, 8))
 def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
     code, step, given = FAULTS[kind]

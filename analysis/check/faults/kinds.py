@@ -189,11 +189,8 @@ def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> F
 
 def _splits_steps(data: PairData, place: Where) -> bool:
     """Return True if a place has only part of the rows of most of its steps."""
-    steps = np.unique(data.sample.steps[data.seq[place.inside]])
-    return bool(
-        np.isin(data.sample.steps[data.seq[~place.inside]], steps).any()
-        and np.isin(steps, data.sample.steps[data.seq[~place.inside]]).mean() > 0.5
-    )
+    steps = data.sample.steps[data.seq]
+    return bool(np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() > 0.5)
 
 
 def _is_alternating(data: PairData, place: Where) -> bool:

@@ -17,7 +17,7 @@ from .. import commands
 from ..features import sampled_score
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
-from ..where import MICRO_BATCHES, Where, largest, recorded_order, where_text
+from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
 """Maximum cost of a token when rows are compared, nats, even if one side considers the token impossible."""
@@ -211,11 +211,10 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
     for all rows of a step; empty if nothing does."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
-    blocks = {"step": sample.steps, **{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}}
     known = {
         f"padding of {name}": largest(each, block) - each
         for each in (sample.lengths, total)
-        for name, block in blocks.items()
+        for name, block in batches(sample, order).items()
     }
     known |= {f"place of {size}": order % size for size in MICRO_BATCHES}
     return next((name for name, each in known.items() if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
@@ -223,15 +222,14 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Detect that the tokens at a place have the value of the token before or after them."""
-    found = []
-    for place in where:
-        if place.inside.sum() < 20 or place.inside.mean() > 0.5:
-            continue
+    found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
+    beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
+    for place in tried:
         for lag, side in ((-1, "a"), (-1, "b"), (1, "a"), (1, "b")):
             own, others = (data.a, data.b) if side == "a" else (data.b, data.a)
-            at = np.where(place.inside, _lagged(_index(data), lag)[data.seq, data.position], -1)
-            there = at >= 0
-            off = np.abs(_at(others, at) - own)[there]
+            at = np.where(place.inside, beside[lag], -1)
+            there, moved = at >= 0, np.abs(_at(others, at) - own)
+            off = moved[there]
             by_chance = np.abs(others[np.random.default_rng(0).permutation(at[there])] - own[there])
             if len(off) < 20 or np.median(off) > 0.1 * min(np.median(np.abs(data.d[there])), np.median(by_chance)):
                 continue
@@ -242,7 +240,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
                     "of_tokens": data.num_kept, "moved": float(off.mean()), "size": float(np.abs(data.d[there]).mean()),
                 },
             )  # fmt: skip
-            residual = np.where(there, np.sign(data.d) * np.abs(_at(others, at) - own), data.d)
+            residual = np.where(there, np.sign(data.d) * moved, data.d)
             found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
     return found
 

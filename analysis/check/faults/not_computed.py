@@ -296,10 +296,11 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         and np.ptp(side.logprobs[where]) > 0
     ):
         cause = "masked"
+    chosen = f"<= {IMPOSSIBLE_LOGPROB}" if np.ptp(side.logprobs[where]) > 0 else f"= {value!r}::FLOAT"
     fault = TRUNCATION if cause else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
     return fault.finding(
         data, cause or "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
-        next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT"),
+        next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} {chosen}"),
         numbers={
             "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,

@@ -120,7 +120,8 @@ PENALTY = Fault(
     },
     causes={
         "repeated": "a repetition, presence or frequency penalty on one side only",
-        "ids": "a logit bias or token filter on one side only", "sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded",
+        "token_ids": "a logit bias or token filter on one side only",
+        "sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded",
     },
 )  # fmt: skip
 
@@ -177,7 +178,8 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
     """Detect that only one side applies the temperatures recorded for its rows: the factor on the logits follows them."""
     settings = data.sample.settings["temperature"][data.seq]
     residual, logs = data.d.copy(), []
-    for value in np.unique(settings[np.isfinite(settings) & (settings > 0)]):
+    known = np.unique(settings[np.isfinite(settings) & (settings > 0)])
+    for value in known if len(known) > 1 else ():
         inside = settings == value
         part = data.within(inside)
         if part.num_kept < MIN_PART:
@@ -520,8 +522,7 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
         # The penalised side gives repeated tokens a lower logprob.
         side = "b" if signal == "token_ids" or means[0] > 0 else "a"
         in_side = [mean if side == "a" else -mean for mean in means]
-        cause = "ids" if signal == "token_ids" else signal
-        said: dict[str, Number] = {"side": data.names[side], "cause": cause, **numbers}
+        said: dict[str, Number] = {"side": data.names[side], "cause": signal, **numbers}
         if signal == "token_ids":
             said |= {"mean_ids": in_side[0], "mean_rest": in_side[1]}
         else:

@@ -188,8 +188,8 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
             numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
         )  # fmt: skip
         hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=cost <= 2)
-        is_other = _is_wrong(data, "b" if side == "a" else "a") and not _is_wrong(data, side)
-        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * is_other))
+        wrong = _wrong_sides(data)
+        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * (wrong != "" and side not in wrong)))
     return found
 
 
@@ -209,10 +209,6 @@ def _wrong_sides(data: PairData) -> str:
     if not wrong and min(scores) > 0 and max(scores) > max(6.0, 4 * min(scores)):
         return "ab"[scores.index(max(scores))]
     return wrong
-
-
-def _is_wrong(data: PairData, side: str) -> bool:
-    return side in _wrong_sides(data)
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
