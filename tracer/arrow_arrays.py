@@ -1,7 +1,7 @@
-"""Build Arrow arrays of numbers and text directly from buffers.
+"""Build Arrow arrays directly from buffers.
 
-`pa.array` and `pa.scalar` import pandas to inspect their input, which takes 0.3 to 1 s during training, with the GIL
-held. These functions avoid that and take a few microseconds per array.
+`pa.array` and `pa.scalar` import pandas to inspect their input. In the middle of training, that takes 0.3 to 1 s with
+the GIL held. These functions avoid it and take a few microseconds per array.
 
 Shapes: B values.
 """
@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; zero-copy if the dtype matches."""
+    """Build an array of numbers, booleans or timestamps, NULL where `valid_B` is False; zero-copy if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:
@@ -29,7 +29,7 @@ def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | 
 
 
 def text_array(texts: Sequence[str | None]) -> pa.Array:
-    """Return an Arrow array [B] of strings; None becomes NULL."""
+    """Build a string array; None becomes NULL."""
     known = ["" if text is None else text for text in texts]
     joined = "".join(known)
     lengths = [len(text) for text in known] if joined.isascii() else [len(text.encode()) for text in known]
@@ -43,7 +43,7 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
 
 
 def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
-    """Return [B] Python values of one type as an Arrow array; None becomes NULL."""
+    """Build an array from Python values of one type; None becomes NULL."""
     if pa.types.is_string(type):
         return text_array(values)
     if pa.types.is_timestamp(type):
@@ -55,7 +55,7 @@ def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
 
 def float_values(array: pa.Array) -> np.ndarray:
-    """Return the [B] values of a float64 array built by these functions; NaN for NULL."""
+    """Return the values of a float64 array built by this module, NaN for NULL."""
     bitmap, values = array.buffers()
     found = np.frombuffer(values, np.float64, len(array))
     if bitmap is None:

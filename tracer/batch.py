@@ -1,4 +1,4 @@
-"""Sequences recorded together: their names, their padding, and the passes that have scored them.
+"""Batches of recorded sequences: their names and padding, and the passes that have scored them.
 
 Shapes: B rows, T padded width.
 """
@@ -20,24 +20,26 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """The sequences of one `add_sequences` call, to be passed to `add_scores`; rows are numbered in the order given."""
+    """The sequences of one `add_sequences` call, to pass to `add_scores`. Rows keep the order in which they were given."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
         attempt: int | None = None, split: str = TRAIN_SPLIT,
     ):  # fmt: skip
-        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is in SPLITS."""
+        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is one of
+        SPLITS.
+        """
         self.step = step
         self.attempt = attempt
         self.split = split
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self.folder = folder
-        """Folder of the trace that the sequences were recorded in; None if unknown."""
+        """Folder of the trace that holds the sequences; None if unknown."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] batch of responses if it was given without a mask; else None."""
+        """Width of the [B, T] responses if they came without a mask, else None."""
         self.refusal: str | None = None
-        """The reason why the batch's sequences were rejected; None if they have not been."""
+        """Why the sequences were rejected; None if they were not."""
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
         self._prompt_lengths: np.ndarray | None = None
@@ -48,15 +50,15 @@ class Batch:
 
     @property
     def is_resolved(self) -> bool:
-        """True if the response lengths are on the host."""
+        """True once the response lengths are on the host."""
         return self._lengths is not None
 
     def resolve(self, lengths: np.ndarray, padding: Padding | None, prompt_lengths: np.ndarray | None = None) -> None:
-        """Set the response lengths [B], the padding of the responses, and the prompt lengths [B]."""
+        """Store the lengths [B] and the padding, once they are on the host."""
         self._lengths, self._padding, self._prompt_lengths = lengths, padding, prompt_lengths
 
     def check(self, folder: Path) -> None:
-        """Raise InvalidRecord unless the batch's sequences were recorded in this trace."""
+        """Raise InvalidRecord if the batch was rejected or belongs to another trace."""
         if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
                 f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes to {folder}; "
@@ -69,21 +71,20 @@ class Batch:
             )
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the response lengths of the given rows. Raises InvalidRecord for a batch that was rejected."""
+        """Return the response lengths of some rows. Raises InvalidRecord if the batch was rejected."""
         if self._lengths is None:
             raise InvalidRecord(f"step {self.step}: this batch was rejected ({self.refusal or 'not recorded'})")
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the prompt plus response lengths of the given rows; None if there are no prompts."""
+        """Return the prompt plus response lengths of some rows; None without prompts."""
         return None if self._prompt_lengths is None else self._prompt_lengths[rows] + self.lengths(rows)
 
     def padding(self, rows: np.ndarray) -> Padding | None:
-        """Return the padding of the given rows; None if the batch was not padded."""
         return None if self._padding is None else self._padding.take(rows)
 
     def rows(self, rows: Any) -> np.ndarray:
-        """Check row numbers and return them as int64; None means all rows."""
+        """Validate row numbers and return them as int64; None selects every row."""
         if rows is None:
             return np.arange(len(self))
         numbers = to_numpy(rows.cpu() if is_tensor(rows) else rows)
@@ -100,7 +101,7 @@ class Batch:
         return numbers
 
     def captured_rows(self, captured: Any, scored: np.ndarray) -> np.ndarray:
-        """Check the row numbers of captured distributions: each must be a scored row."""
+        """Validate the rows of captured distributions, which must be among the scored rows."""
         numbers = self.rows(captured)
         strangers = np.setdiff1d(numbers, scored)
         if len(strangers):
@@ -124,24 +125,24 @@ class Batch:
         return iteration
 
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
-        """Undo the last `next_iteration` for these rows, because their scores were rejected."""
+        """Undo the last `next_iteration` of rows whose scores were rejected."""
         self._rounds[pass_name][rows] -= 1
 
 
 @dataclass(slots=True, kw_only=True)
 class SequenceNames:
-    """Names of the sequences in one split, by step."""
+    """Sequence names of one split, by step."""
 
     step: int | None = None
-    """The newest step; None before the first sequence."""
+    """Newest step; None before the first sequence."""
     known: dict[int, set[str]] = field(default_factory=dict)
     count: int = 0
     """Number of sequences recorded so far."""
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Add names to a step and return all names in it; with `ordered`, names in earlier steps are forgotten.
+        """Register names at a step and return all names of that step. With `ordered`, earlier steps are forgotten.
 
-        Raises InvalidRecord if a name is repeated or already used in this step.
+        Raises InvalidRecord for a name that is already used at this step.
         """
         by_step = {} if ordered and step != self.step else self.known
         known = by_step.get(step, set())
@@ -156,22 +157,21 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding; the model itself writes a single end token."""
+"""Shortest run of identical tokens at a row's edge that may be padding; the model itself ends with a single token."""
 MIN_LONGEST_RUN = 4
-"""Warn about padding if a batch's longest run of identical tokens is at least this long; chance repeats are shorter."""
+"""Length that a batch's longest run must reach for a warning; shorter ones occur by chance."""
 MIN_SHARE = 0.25
-"""Warn about padding if at least this share of the rows start or end with the same repeated token."""
+"""Share of rows that must start or end with repeats of one token for a warning."""
 
 Warn = Callable[[str, str], None]
-"""Function that is called with a warning's key and text. A warning is given only once per key."""
+"""Takes a warning's key and text; each key is warned about only once."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding of `response` or `prompt` ids, or None for lists. Warn if ids without a mask look padded.
+    """Return the padding of `response` or `prompt` ids, None for lists. Warn if ids without a mask look padded.
 
-    `warn` is None for data from a framework, which always has masks and may have empty rows.
-
-    Raises InvalidRecord for a mask without a batch, or a mask without any token.
+    `warn` is None for framework data, which always has masks and may have empty rows. Raises InvalidRecord for a mask
+    without a padded batch, or without a single token.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -199,10 +199,10 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 
 
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
-    """Return a warning about cells in a [B, T] batch that look like padding; None if none do.
+    """Return a warning if a [B, T] batch seems to contain padding, else None.
 
-    That is the case if enough rows, but not all, start or end with repeats of the same token. The model may also repeat
-    itself, so this is a warning, not an error.
+    It does if enough rows, but not all, start or end with repeats of one token. A model may repeat itself too, so this
+    is a warning, not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
@@ -225,6 +225,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
 
 
 def _runs(cells: np.ndarray) -> np.ndarray:
-    """Return the number of identical cells at the start of each row, [B]."""
+    """Length of the run of identical cells at the start of each row, [B]."""
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

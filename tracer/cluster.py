@@ -1,4 +1,4 @@
-"""Distribute work over the actors of a Ray cluster; apart from the recording hook, the only module that imports ray."""
+"""Distribute work over the actors of a Ray cluster. Only this module and the recording hook import ray."""
 
 from __future__ import annotations
 
@@ -24,44 +24,42 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster to which this machine belongs."""
+"""Address of the cluster that this machine belongs to."""
 LOCAL = "local"
-"""Address of a temporary cluster on this machine, which is stopped after the work."""
+"""Address of a temporary cluster on this machine, stopped when the work is done."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store, in bytes; small, because units and results are small."""
+"""Size of a local cluster's object store; small, since units and results are small."""
 CONNECT_S = 10.0
-"""Connection timeout, in seconds."""
 TRIES = 3
-"""Number of actors that can die while running the same unit before the work fails."""
+"""The work fails once this many actors have died on the same unit, or before they were ready."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether any node has room for an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Maximum length of a unit's name in an error message, in characters."""
 PATIENCE = 6
-"""Number of consecutive checks that find no room on any node before the work fails; autoscaling takes time."""
+"""The work fails after this many consecutive checks that find no room; autoscaling takes time."""
 
 HELD_UP = 3
-"""Number of consecutive checks without a running actor before a warning reports the missing resources."""
+"""Consecutive checks without a running actor before a warning about missing resources."""
 
 
 class Worker(Protocol):
-    """Code that runs units in an actor; it is pickled and sent to the actor before the first unit."""
+    """Runs units in an actor; pickled and sent there before the first unit."""
 
     def run(self, unit: Any) -> Any:
-        """Run one unit and return its result. If this worker dies, another worker runs the unit again."""
+        """Run one unit. If this worker dies, another one runs the unit again."""
 
     def close(self) -> None:
         """Finish pending writes."""
 
 
-class _Held:
-    """The actor: holds a worker, and returns the worker's errors as values."""
+class _Actor:
+    """Holds a worker, and returns its errors as values."""
 
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference. Returns an error if tim-trace's version differs from the driver's."""
+        """Unpickle the worker. Returns an error if tim-trace's version differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}; install "
@@ -91,7 +89,7 @@ class _Held:
 
 
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
-    """Return an actor's error; if the node cannot access paths that the driver can, add a remedy."""
+    """Add a remedy to an error if the node lacks access that the driver has."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         remedy = "the trace and the imported files must be at the same path or URL on every node"
     elif not isinstance(error, TimTraceError):
@@ -104,12 +102,11 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 def run_units(
     address: str | None, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number and result of each unit, in the order in which the units finish.
+    """Yield each unit's number and result, in the order in which units finish.
 
-    `address` is LOCAL, `auto` or `host:port`; without an address, the worker runs all units in this process. The
-    cluster runs as many actors as it has room for, each with a copy of `worker`, and they share the units; `num_cpus`
-    per actor is capped at the largest node. A unit whose actor or node dies is given to another actor. A worker's
-    errors are raised here.
+    `address` is LOCAL, `auto` or `host:port`; with None, the worker runs every unit in this process. A cluster runs as
+    many actors as fit, each with a copy of `worker`, and they share the units; `num_cpus` per actor is capped at the
+    largest node. If an actor or its node dies, another actor runs the unit again. A worker's errors are raised here.
 
     Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or TRIES actors die
     on a unit.
@@ -128,7 +125,7 @@ def run_units(
 
 
 def check_address(address: str | None) -> None:
-    """Raise InvalidOption if the address is malformed."""
+    """Raise InvalidOption for a malformed address."""
     if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
         before = f"; put RUN before {option('ray')}, which takes the next word as its value" if speaks_options() else ""
         raise InvalidOption(
@@ -141,7 +138,10 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray within the block if there is an address and no connection. Raises NotInstalled, InvalidOption."""
+    """Connect to Ray for the block, unless `address` is None or Ray is already connected.
+
+    Raises NotInstalled and InvalidOption.
+    """
     if address is None:
         yield None
         return
@@ -160,7 +160,7 @@ def connected(address: str | None) -> Iterator[Any]:
     try:
         if place := _host_and_port(address):  # Ray itself would retry for minutes
             socket.create_connection(place, timeout=CONNECT_S).close()
-        with _without_tips():
+        with _without_future_warnings():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
@@ -194,22 +194,19 @@ def _on_one_line(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the message of an error raised in an actor, without the traceback that Ray prepends."""
+    """Strip the traceback that Ray prepends to an actor's error message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 @contextmanager
-def _without_tips() -> Iterator[None]:
-    """Suppress Ray's warnings about future versions."""
+def _without_future_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
 
 
 class _Pool:
-    """The cluster's actors, and the unit that each one is running."""
-
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
         self._num_cpus = min(num_cpus, self._most("CPU")) or num_cpus
@@ -296,13 +293,13 @@ class _Pool:
             self._ray.kill(actor)
 
     def _start(self) -> None:
-        with _without_tips():
+        with _without_future_warnings():
             kind = self._ray.remote(
                 num_cpus=self._num_cpus, num_gpus=self._num_gpus, scheduling_strategy="SPREAD", max_restarts=0
-            )(_Held)
+            )(_Actor)
             actor = kind.remote()
         self._actors.append(actor)
-        # The reference is in a list so that the actor itself dereferences it.
+        # Ray resolves a bare reference before the call; one in a list reaches the actor as it is.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:
@@ -318,7 +315,7 @@ class _Pool:
 
     @property
     def room(self) -> int:
-        """Return the number of actors that fit on idle nodes."""
+        """Number of actors that would fit on the cluster if it were idle."""
         total = 0
         for node in self._nodes():
             slots = node.get("CPU", 0.0) // self._num_cpus

@@ -1,9 +1,9 @@
 """Create or replace a trace's folder. A folder is replaced only if it holds a trace and nothing else.
 
-One of the two traces survives even if the process dies. The old trace is moved to `.tmp-replacing-*`, manifest first;
-once complete, that folder is renamed `.tmp-replaced-*`. The new trace's manifest is written last. So a folder without
-a manifest holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with the
-complete old one in `.tmp-replaced-*`. `put_back` restores the old trace in both cases.
+If the process dies, one of the two traces survives. The old trace is moved to `.tmp-replacing-*`, manifest first, and
+that folder is renamed `.tmp-replaced-*` once complete. The new trace's manifest is written last. A folder without a
+manifest therefore holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with
+the complete old one in `.tmp-replaced-*`. `put_back` restores the old trace in both cases.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from .liveness import liveness
 from .store import Store
 from .whole_file import alone, check_inside, check_no_links, is_held, write_once, write_part
 
-_NAMED = 3
-"""Maximum number of files not written by tim-trace that an error message lists."""
+_MAX_LISTED = 3
 
 
 @contextmanager
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Create the folder of a new trace and yield its absolute path; if the block raises, the old content is restored.
+    """Create the folder of a new trace and yield its absolute path; restore the old content if the block raises.
 
-    With `force`, an existing trace is moved aside, and removed once the block succeeds. Until then, no other process
-    can create a trace here; the next process that tries sees the writers opened in the block.
+    With `force`, an existing trace is moved aside, and removed once the block succeeds. During the block, no other
+    process can create a trace here; the next one that tries sees the writers opened in the block.
 
-    Raises TraceExists if the folder is in use and `force` is off, is not a trace, holds files that tim-trace did not
-    write, or is being recorded.
+    Raises TraceExists if the folder is not a trace, contains other files or is being recorded, or if it is a trace and
+    `force` is off.
     """
     with claimed(path) as folder:
         with _explained(path):
@@ -56,7 +55,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # another process created the trace first, which can happen without file locks
+            if not is_first:  # without file locks, another process can get there first
                 raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
@@ -70,11 +69,10 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Like `new_trace`, but for a trace that is written in one go: yield a temporary folder, which is moved into place
-    at the end.
+    """Like `new_trace`, for a trace written in one go: yield a temporary folder, and move it into place at the end.
 
-    Until then the previous content stays untouched, even if this process dies. Raises the same errors as `new_trace`,
-    at the start or at the end.
+    Until then the old content stays untouched, even if this process dies. Raises the errors of `new_trace`, at the
+    start or at the end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -94,9 +92,9 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder for an addition to a finished trace; its files are moved into the trace at the end.
 
-    An addition takes effect once its writers' states are in place. They are moved last, so even if this process dies,
-    the trace contains either the whole addition or none of it. If the process dies while moving files, the next process
-    that writes here moves the rest. Raises TraceExists if the trace is being written, and StorageError.
+    An addition takes effect once its writers' states are in place. They are moved last, so a crash leaves all of the
+    addition in the trace or none of it. If the process dies while moving files, the next process that writes here moves
+    the rest. Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -110,7 +108,7 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yield a temporary folder with a manifest inside a trace's folder; files left in it are removed."""
+    """Yield a temporary folder inside the trace's folder; whatever is still in it at the end is removed."""
     building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
     building.mkdir()
     with alone(building):
@@ -131,8 +129,10 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a trace's folder and hold a claim on it; the folder is removed if the block raises. Raises TraceExists and
-    StorageError.
+    """Create a trace's folder if needed and lock it for the block. If the block raises, folders created here are
+    removed.
+
+    Raises TraceExists and StorageError.
     """
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
@@ -157,7 +157,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, which the first caller creates. Raises TraceExists if the folder is not a trace."""
+    """Return a trace's folder, which the first caller creates. Raises TraceExists if it holds anything but a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Raise TraceExists unless a trace may be created here. First, undo the unfinished work of killed processes."""
+    """Clean up after killed processes, then raise TraceExists unless a trace may be created here."""
     _refuse_built(folder, path, building)
     put_back(folder)
     if not entries(folder):
@@ -198,15 +198,15 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     listed = tokenizer_files(store)
     foreign = [name for name in names(folder) if not (is_own(name) or name in listed)]
     if foreign:
-        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+        more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         raise TraceExists(
-            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_NAMED])}{more}) and is not replaced; "
+            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and is not replaced; "
             "move them away, or use another folder"
         )
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
-    """Remove what killed processes left behind. Raise TraceExists if another process is writing here."""
+    """Raise TraceExists if another process is writing here; remove what killed processes left behind."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
             f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
@@ -216,7 +216,7 @@ def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | N
 
 
 def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
-    """Raise TraceExists if a trace is being recorded; `what` names the operation that is refused."""
+    """Raise TraceExists if the trace is being recorded; `what` ends the message, as in "cannot be merged"."""
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
@@ -226,7 +226,7 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Return a local path as an absolute one. Raises StorageError for a URL."""
+    """Make a local path absolute. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
@@ -249,12 +249,12 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, except traces that are being replaced or written."""
+    """List a folder, without traces that are being replaced or written."""
     return [entry for entry in folder.iterdir() if not entry.name.startswith(WHOLE_TRACES)]
 
 
 def names(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of files and links below a folder, except in traces that are being replaced or written."""
+    """Yield relative paths of files and links below a folder, without traces that are being replaced or written."""
     for base, folders, files in os.walk(folder):
         if Path(base) == folder:
             folders[:] = [name for name in folders if not name.startswith(WHOLE_TRACES)]
@@ -264,7 +264,7 @@ def names(folder: Path) -> Iterator[str]:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Move a folder's entries into a new subfolder, and return the subfolder; None if the folder is empty."""
+    """Move everything in a folder into a new subfolder and return the subfolder; None if the folder is empty."""
     moved = sorted(entries(folder), key=lambda entry: entry.name != MANIFEST)
     if not moved:
         return None
@@ -277,7 +277,7 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def move_all(source: Path, target: Path) -> None:
-    """Move all entries of a folder to another one, the manifest last, and remove the first folder."""
+    """Move a folder's entries, manifest last, and remove the folder."""
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name == MANIFEST):
         entry.rename(target / entry.name)
     source.rmdir()
@@ -286,33 +286,33 @@ def move_all(source: Path, target: Path) -> None:
 def put_back(folder: Path) -> None:
     """Undo an interrupted replacement, or finish it if the new trace is complete."""
     if (folder / MANIFEST).exists():
-        for aside in [*_aside(folder, REPLACED_PREFIX), *_aside(folder, REPLACING_PREFIX)]:
+        for aside in [*_subfolders(folder, REPLACED_PREFIX), *_subfolders(folder, REPLACING_PREFIX)]:
             if not (aside / MANIFEST).exists():
                 remove_replaced(aside)
         return
-    for moving in _aside(folder, REPLACING_PREFIX):
+    for moving in _subfolders(folder, REPLACING_PREFIX):
         move_all(moving, folder)
         return
-    whole = [aside for aside in _aside(folder, REPLACED_PREFIX) if (aside / MANIFEST).exists()]
+    whole = [aside for aside in _subfolders(folder, REPLACED_PREFIX) if (aside / MANIFEST).exists()]
     if whole:
         newest = max(whole, key=lambda aside: aside.stat().st_mtime_ns)
         remove_own(folder)
         move_all(newest.rename(folder / newest.name.replace(REPLACED_PREFIX, REPLACING_PREFIX)), folder)
 
 
-def _aside(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders with this prefix, except links, whose targets may not belong to the trace."""
+def _subfolders(folder: Path, prefix: str) -> list[Path]:
+    """Links are skipped, since their targets may not belong to the trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace, but only the files that belong to a trace."""
+    """Remove a replaced trace, sparing files that do not belong to a trace."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, writers' states last. An addition without a manifest is already being moved."""
+    """Move an addition into a trace, writers' states last. Without a manifest, the addition is already being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
@@ -324,8 +324,8 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove traces left by killed processes, and finish the moves that these processes had started."""
-    for building in _aside(folder, BUILT_PREFIX):
+    """Remove traces that killed processes left behind, and complete moves that they had started."""
+    for building in _subfolders(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
                 move_part(building, folder)
@@ -333,7 +333,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """Return the paths of the tokenizer's files, whose names vary, from the writers' states."""
+    """Return the paths of the tokenizer's files from the writers' states, since their names vary."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):
@@ -342,7 +342,7 @@ def tokenizer_files(store: Store) -> set[str]:
 
 
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
-    """Remove the files that belong to a trace, and folders that become empty."""
+    """Remove the files that belong to a trace, and folders that this empties."""
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
             with contextlib.suppress(OSError):
@@ -353,6 +353,5 @@ def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()

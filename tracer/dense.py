@@ -1,7 +1,7 @@
-"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states to compute logits from.
+"""Captured distributions in Zarr v3: top K with tail mass, full logits, or the last hidden states.
 
-Shapes: N rows (one per response token of a captured sequence), C rows in a chunk, T tokens, K kept tokens, V vocabulary,
-H hidden width.
+Shapes: N rows (one per response token of a captured sequence), C rows in a chunk, T tokens, K kept tokens, V
+vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens at each position, in descending order, and the probability mass of all others.
+    """The K most probable tokens at each position, in descending order, and the total probability of the rest.
 
-    A tail of -inf means that the K tokens hold all the mass.
+    A tail of -inf means that the K tokens hold all the probability.
     """
 
     token_ids: Any
-    """[N, K] int32 ids of the K most probable tokens."""
+    """[N, K] int32 token ids."""
     logprobs: Any
-    """[N, K] float32 logprobs of these K tokens, nats."""
+    """[N, K] float32, nats."""
     tail_logprob: Any
-    """[N] float32, nats: log of the total probability of all tokens outside the top K."""
+    """[N] float32, nats: log of the total probability outside the top K."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -51,8 +51,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, up to a constant per row: logits, or logprobs if the engine returns no
-    logits.
+    """The full distribution at each position, up to a constant per row: logits, or logprobs if the engine returns none.
 
     Logits are before temperature and truncation; logprobs include the engine's own processing.
     """
@@ -60,7 +59,7 @@ class Logits:
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
     kind: str = LOGITS
-    """`logits` or `logprobs`: the name of the Zarr array."""
+    """Name of the Zarr array: `logits` or `logprobs`."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -71,8 +70,8 @@ class Logits:
 class Hidden:
     """The last hidden state at each position, after the final norm: the input of the head.
 
-    The `head` entry in the pass's contract describes how to compute logits from it, with the weights of the score's
-    policy version.
+    The `head` entry in the pass's contract says how to compute logits from it, using the weights of the score's policy
+    version.
     """
 
     hidden: Any
@@ -97,7 +96,7 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal. `dtype` is their dtype; bfloat16 `values` are passed as uint16 bits."""
+    """Pack rows of one array for the journal; bfloat16 `values` are passed as uint16 bits."""
     typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
     row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
@@ -105,9 +104,9 @@ def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) ->
 
 
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
-    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
+    """Write journal blocks as one Zarr group with arrays `<pass>/<array>`, sharded along the rows.
 
-    Returns the SealedFile of its root, which lists every file in the group. Raises DamagedTrace for invalid blocks.
+    Returns the SealedFile of the root, which lists every file of the group. Raises DamagedTrace for invalid blocks.
     """
     import zarr
 
@@ -169,7 +168,7 @@ def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.
 
 
 def bits(value: Any) -> tuple[np.ndarray, str]:
-    """Return a captured array as a NumPy array (bfloat16 as uint16 bits) and its dtype's name."""
+    """Return an array's bits (bfloat16 as uint16) and the name of its dtype."""
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
         value = value.detach()
@@ -186,7 +185,7 @@ _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply a model's logit multiplier and soft cap, if any; `config` is the text model's config."""
+    """Apply a model's logit multiplier and soft cap; `config` is the text model's config."""
     import torch
 
     scale = multiplier(config)
@@ -197,7 +196,7 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return the factor by which a model multiplies its logits; None if there is none."""
+    """Return the factor that a model multiplies its logits by, or None."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -206,11 +205,10 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """Return the K most probable tokens in each row, their logprobs, and the log of the total probability of the
-    remaining tokens.
+    """Return each row's K most probable tokens, their logprobs, and the log of the total probability of all others.
 
-    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; the tail is -inf if K is the
-    vocabulary size. Computed in float32, or in float64 if the logits are float64.
+    Ids are [T, K] int32, logprobs [T, K] float32 and the tail [T] float32, in nats; the tail is -inf if K is the
+    vocabulary size. Computed in float32, or in float64 for float64 logits.
     """
     import torch
 
@@ -223,7 +221,7 @@ def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, An
 
 
 LOGITS_BYTES = 256 << 20
-"""Maximum size of temporary float32 logits, in bytes."""
+"""Maximum size of temporary float32 logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +230,7 @@ class Projection:
 
     model: Any
     dtype: Any = None
-    """torch dtype for the matrix product; None for the dtype of the hidden states."""
+    """torch dtype of the matrix product; None means the dtype of the hidden states."""
 
     @property
     def head(self) -> Any:
@@ -249,11 +247,11 @@ class Projection:
             yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
 
     def distribution(self, hidden: Sequence[Any], capture: Capture, temperature: float) -> Distribution:
-        """Return the captured distributions for rows of hidden states [T, H], concatenated."""
+        """Return the distributions for rows of hidden states [T, H], concatenated."""
         import torch
 
         with torch.no_grad():
-            kept = _Kept(sum(len(rows) for rows in hidden))
+            kept = _ChunkedArrays(sum(len(rows) for rows in hidden))
             chunk = max(1, LOGITS_BYTES // (4 * self.head.weight.shape[0]))
             for rows_TH in hidden:
                 for logits_CV in self.logits(rows_TH, chunk):
@@ -266,15 +264,14 @@ class Projection:
         return TopK(**dict(zip(TOP_K, kept.arrays, strict=True)))
 
 
-class _Kept:
-    """Preallocated arrays with N rows that are filled chunk by chunk."""
+class _ChunkedArrays:
+    """Preallocated arrays of N rows, filled chunk by chunk."""
 
     def __init__(self, num_rows: int):
         self.arrays: list[Any] = []
         self._num_rows, self._filled = num_rows, 0
 
     def add(self, *chunks: Any) -> None:
-        """Append rows to each array."""
         if not self.arrays:
             self.arrays = [chunk.new_empty((self._num_rows, *chunk.shape[1:])) for chunk in chunks]
         end = self._filled + len(chunks[0])

@@ -1,4 +1,4 @@
-"""One Zarr group of captured distributions, open for reading: sealed, or still in a journal."""
+"""A Zarr group of captured distributions, opened for reading, whether it is sealed or still in a journal."""
 
 from __future__ import annotations
 
@@ -19,33 +19,29 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Function that takes a first row and a number of rows, and returns the bits of these rows of an array."""
+"""Reads the bits of some rows of an array, given the first row and the number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
-    """One array in a Zarr group, with the function that reads its rows."""
-
     dtype: str
-    """dtype that the bits represent; `bfloat16` is stored as uint16."""
+    """What the bits represent; `bfloat16` is stored as uint16."""
     width: int
-    """Number of elements in a row."""
+    """Elements per row."""
     bits: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class DenseGroup:
-    """The arrays in a Zarr group, by name."""
-
     arrays: Mapping[str, DenseArray]
 
     def read(self, start: int, rows: int) -> dict[str, np.ndarray]:
-        """Read the given rows from every array, with bfloat16 widened to float32."""
+        """Read rows of every array, with bfloat16 widened to float32."""
         return {name: widen(array.bits(start, rows), array.dtype) for name, array in self.arrays.items()}
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group named in a score's column `dense` or `routing`. Raises DamagedTrace."""
+    """Open the group named in a score's `dense` or `routing` column. Raises DamagedTrace."""
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
@@ -66,9 +62,9 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return True if distributions are read from their Zarr group, False if from the journal.
+    """Return True if distributions are read from the Zarr group, False if from the journal.
 
-    A process killed while sealing leaves both. The group may be incomplete until it is listed in the writer's state.
+    A process killed while sealing leaves both, and the group may be incomplete until its writer's state lists it.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
@@ -131,12 +127,12 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive rows of one array, stored in a journal."""
+    """Consecutive rows of one array in a journal."""
 
     group: str
     array: str
     dtype: str
-    """dtype that the bits represent; `bfloat16` is stored as uint16."""
+    """What the bits represent; `bfloat16` is stored as uint16."""
     start: int
     values: np.ndarray
 
@@ -147,7 +143,7 @@ class Block:
 
 
 def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:
-    """Yield the blocks of a segment's journal. Raises DamagedTrace for invalid names and sizes."""
+    """Yield the blocks in a segment's journal. Raises DamagedTrace for invalid names and sizes."""
     for batch in batches:
         for row in range(batch.num_rows):
             try:
@@ -174,7 +170,7 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert bfloat16 bits to float32 values, without loss; return other dtypes unchanged."""
+    """Convert bfloat16 bits to float32 without loss; leave other dtypes unchanged."""
     if dtype != BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)

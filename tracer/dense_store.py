@@ -1,6 +1,6 @@
-"""Read a trace's sealed Zarr group: only Zarr v3 with tim-trace's codecs, and every byte is verified.
+"""Read a trace's sealed Zarr group. Only Zarr v3 with tim-trace's own codecs is accepted, and every byte is verified.
 
-The group's root file stores the checksums of all files below it, and the writer's state stores the root's checksum.
+The group's root lists the checksums of all files below it, and the writer's state holds the checksum of the root.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of a group's root that lists the size in bytes and the base64 block checksums of each file below it."""
+"""Attribute of the root: size in bytes and base64 block checksums of each file in the group."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, in bytes; enough for a row of 128 million 16-bit values."""
+"""Maximum uncompressed size of a chunk; enough for a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
-_OF_INDEX = ["bytes", "crc32c"]
-_OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+_INDEX_CODECS = ["bytes", "crc32c"]
+_CHUNK_CODECS = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
 _CRC_BYTES = 4
 MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files, given as contents by path, list them in its root, and return the root's SealedFile."""
+    """Write a group's files (contents by path), list them in the root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -56,7 +56,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files of one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
+    """A segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile):
         """`root` is the root's entry in the writer's state."""
@@ -64,24 +64,23 @@ class SealedGroup:
         document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
         if whole_hash(document) != root.hash:
             raise DamagedTrace(f"{where}: checksum mismatch; restore it from a copy")
-        self._files = _accounted(_json(document, where), where)
+        self._files = _listed_files(_json(document, where), where)
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return the arrays of a group below the root, such as `replay/bf16`, by name."""
+        """Return the arrays of a subgroup, such as `replay/bf16`, by name."""
         names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
 
     def verify(self) -> None:
-        """Read and verify every file in the group. Raises DamagedTrace."""
         for name in self._files:
             file = self._file(name)
             assert file is not None
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Read bytes from a file; a negative `start` counts from its end. Returns None if there is no such file."""
+        """Read bytes of a file; a negative `start` counts from its end. Returns None if there is no such file."""
         file = self._file(name)
         if file is None:
             return None
@@ -117,7 +116,7 @@ class SealedGroup:
 
 
 class _Array:
-    """One array of a group; its metadata are validated before zarr reads them."""
+    """One array, whose metadata is validated before zarr reads it."""
 
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
@@ -133,7 +132,6 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Read rows from the array. Raises DamagedTrace if the array does not have these rows."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
@@ -149,7 +147,7 @@ class _Array:
 
         try:
             if self._zarr is None:
-                store = _Files(self._group, self._name, self._chunks)
+                store = _ArrayStore(self._group, self._name, self._chunks)
                 self._zarr = zarr.open_array(store=store, mode="r", zarr_format=3)
             return np.asarray(self._zarr[start : start + count])
         except DamagedTrace:
@@ -162,18 +160,18 @@ class _Array:
 
 
 class _Chunks(NamedTuple):
-    """Layout of the chunks in an array's files."""
+    """How an array's files are divided into chunks."""
 
     num_bytes: int
     """Uncompressed size of a chunk."""
     num_in_shard: int | None
-    """Number of chunks in a shard (one file); None if every file is a single chunk."""
+    """Chunks per shard (one file); None if every file is a single chunk."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a file or chunk claims an impossible uncompressed size.
+        """Raise ValueError if a chunk's header claims an impossible size, since blosc allocates whatever it claims.
 
-        blosc allocates as much memory as a chunk's header claims. The offsets of a shard's chunks are in its index.
+        The index at the end of a shard holds the offsets of its chunks.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:
@@ -185,7 +183,7 @@ class _Chunks(NamedTuple):
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:
-    """Return the layout of an array's chunks. Raises ValueError for metadata that tim-trace does not write."""
+    """Return the chunk layout. Raises ValueError for metadata that tim-trace does not write."""
     if document["zarr_format"] != 3 or document["node_type"] != "array":
         raise ValueError("not a Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
@@ -208,14 +206,14 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
     if names[0] == "sharding_indexed":
         sharding, shard = document["codecs"][0]["configuration"], chunk
         outer, names, chunk = names, _names(sharding["codecs"]), sharding["chunk_shape"]
-        if len(outer) > 1 or _names(sharding["index_codecs"]) != _OF_INDEX:
+        if len(outer) > 1 or _names(sharding["index_codecs"]) != _INDEX_CODECS:
             raise ValueError("its codecs are nested or in the wrong order")
         if not (_are_sizes(shard) and _are_sizes(chunk)) or len(shard) != len(chunk) or min(chunk) < 1:
             raise ValueError(f"its shards have the shape {shard!r:.80}")
         num_chunks = math.prod(-(-whole // part) for whole, part in zip(shard, chunk, strict=True))
         if num_chunks > MAX_CHUNKS_A_SHARD or sharding.get("index_location", "end") != "end":
             raise ValueError(f"its shards have the shape {shard!r:.80} of chunks {chunk!r:.80}")
-    if names not in _OF_CHUNK:
+    if names not in _CHUNK_CODECS:
         raise ValueError("its codecs are nested or in the wrong order")
     if not _are_sizes(chunk) or len(chunk) != len(shape) or min(chunk) < 1 or math.prod(chunk) * item > MAX_CHUNK_BYTES:
         raise ValueError(f"its chunks have the shape {chunk!r:.80}")
@@ -227,7 +225,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _names(codecs: Any) -> list[str]:
-    """Return the names of an array's codecs. Raises ValueError for an unknown codec before its settings are used."""
+    """Raise ValueError for an unknown codec before its settings are used."""
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
         raise ValueError("it has no codecs, or too many")
     for codec in codecs:
@@ -236,7 +234,7 @@ def _names(codecs: Any) -> list[str]:
     return [codec["name"] for codec in codecs]
 
 
-def _accounted(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, bytes]]:
+def _listed_files(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, bytes]]:
     try:
         listed = root["attributes"][FILES]
         return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
@@ -254,8 +252,8 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
     return found
 
 
-class _Files(ZarrStore):
-    """The files of one array, as a store that zarr can read."""
+class _ArrayStore(ZarrStore):
+    """Presents one array's files to zarr as a store."""
 
     supports_writes: bool = False
     supports_deletes: bool = False
@@ -266,7 +264,7 @@ class _Files(ZarrStore):
         self._group, self._name, self._chunks = group, name, chunks
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Files) and (self._group, self._name) == (other._group, other._name)
+        return isinstance(other, _ArrayStore) and (self._group, self._name) == (other._group, other._name)
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         start = stop = None

@@ -1,4 +1,4 @@
-"""Versions, numeric settings and device of this process, for contracts and writer states."""
+"""Versions, numeric settings and device of this process, as recorded in contracts and writer states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMERIC_LIBRARIES = (
     "safetensors",
     "tokenizers",
 )
-"""Libraries whose version can change a logprob; they are part of every contract."""
+"""Libraries whose version can change a logprob; every contract lists them."""
 
 
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
@@ -40,7 +40,7 @@ _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:
 
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
-    """Return the versions of the installed libraries that can change a logprob, and of Python."""
+    """Return the versions of Python and of the installed NUMERIC_LIBRARIES."""
     found = {"python": platform.python_version()}
     for name in NUMERIC_LIBRARIES:
         try:
@@ -51,7 +51,7 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return all distributions' versions by normalised name; folder names are read 1000 times faster than metadata."""
+    """Return every distribution's version by normalised name, from folder names: 1000 times faster than from metadata."""
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:
@@ -65,13 +65,13 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Return this process's rank, from the variable that torchrun sets; None outside a process group."""
+    """Return this process's rank as set by torchrun; None outside a process group."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 
 
 def torch_settings() -> dict[str, Any]:
-    """Return torch settings that affect results: precision, determinism, threads, attention kernels. Needs torch."""
+    """Return the torch settings that affect results. Needs torch."""
     import torch
 
     matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
@@ -86,7 +86,7 @@ def torch_settings() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
-        # Querying a device initialises CUDA, after which a process cannot fork engines.
+        # Querying a device would initialise CUDA, and the process could no longer fork engines.
         "cudnn": cudnn.version() if torch.version.cuda else None,
         "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
         "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
@@ -113,7 +113,7 @@ def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: f
 
 
 def device_name(device: Any) -> str:
-    """Return a torch device's type and hardware name: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
+    """Return a device's type and hardware, such as `cuda NVIDIA H200` or `cpu AMD EPYC`. Needs torch."""
     import torch
 
     kind = torch.device(device).type
@@ -126,7 +126,7 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """Return the CPU model that the system reports, or else the CPU's architecture."""
+    """Return the CPU model that the system reports, or else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -138,5 +138,5 @@ def cpu_model() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """Return the arguments of this process."""
+    """Return this process's command line."""
     return tuple(getattr(sys, "orig_argv", None) or sys.argv)
