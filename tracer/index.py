@@ -1,11 +1,11 @@
-"""Files in index/. Each stores what is needed to open a trace with many files: footers, writers' states and contracts.
+"""The cache in index/: footers, writers' states and contracts, so that a trace with many files opens quickly.
 
-An index is a cache and is always validated: a footer by its checksum in the writer's state, a contract by its hash,
-which is its name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the
-files, so an index may be stale and may be removed.
+Entries are validated before use: a footer by its checksum in the writer's state, a contract by its hash, which is its
+name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the files, so an
+index may be stale and may be removed.
 
-If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs the file
-reads the footer itself and verifies it against the writer's state.
+If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs such a
+file reads its footer and verifies it against the writer's state.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from .store import Store
 from .whole_file import write_part
 
 MAX_BYTES = 64 << 20
-"""Maximum size of an index, in bytes."""
 
 MANY_FOOTERS = 1024
-"""Maximum number of a table's footers in the index: opening a trace reads them, but few queries need all."""
+"""Maximum number of footers of one table: opening a trace reads them all, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed size of an index, in bytes; larger ones are ignored."""
+"""Maximum uncompressed size; larger indexes are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Folders of Parquet files, in the order in which their footers are added until the index is full."""
+"""Order in which tables' footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A writer's parsed state, without library versions, since most writers of a run have the same versions."""
+    """A writer's state without library versions, since most writers of a run have the same ones."""
 
     hash: str
     """XXH3-128 of the state file."""
@@ -52,10 +51,8 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class _Footer(msgspec.Struct, array_like=True):
-    """A Parquet footer, raw and parsed."""
-
     num_bytes: int
-    """Size of the whole file, in bytes."""
+    """Size of the whole file."""
     num_rows: int
     schema: int
     metadata: dict[bytes, bytes]
@@ -66,19 +63,19 @@ class KnownFile(msgspec.Struct, array_like=True):
     """A file whose footer is not in the index."""
 
     num_bytes: int
-    """Size of the whole file, in bytes."""
+    """Size of the whole file."""
     schema: int
     tail_bytes: int
-    """Total size of the footer, its length field and the magic number, in bytes."""
+    """Total size of the footer, its length field and the magic number."""
     hash: str
-    """XXH3-64 of the footer, its length field and the magic number."""
+    """XXH3-64 of these bytes."""
 
 
 class _Contents(msgspec.Struct):
-    """Contents of an index, as encoded in its file, by path in the trace."""
+    """An index as encoded in its file. Keys are paths in the trace."""
 
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Fields of the stored writers' states, which differ between releases."""
+    """Fields of the stored states, which differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -89,22 +86,21 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """Combined content of all indexes of a trace, by path in the trace."""
+    """All indexes of a trace combined. Keys are paths in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """For each index, its files without footers and the schemas to which they refer."""
+    """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Content of files that are named by their hash, which the reader verifies."""
+    """Content of files named by their hash, which the reader verifies."""
 
     @property
     def paths(self) -> set[str]:
-        """Paths of all files in the index."""
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry and schema of a file whose footer is not in the index, if its size and checksum match."""
+        """Return the entry and schema of a file without footer, if its size and checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -123,7 +119,7 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if the content or MD5 of its current state file is the same as in the index."""
+        """Return a writer's state if its file still has the content or MD5 that was indexed."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None
@@ -131,7 +127,7 @@ class Index:
 
 
 def read_index(store: Store) -> Index:
-    """Read all indexes of a trace as one; damaged ones are ignored."""
+    """Read all indexes of a trace as one, ignoring damaged ones."""
     index = Index()
     for name, size in store.files(INDEX).items():
         if (contents := _contents_of(store, name, size)) is None:
@@ -148,7 +144,7 @@ def read_index(store: Store) -> Index:
 
 
 def passed_over(store: Store) -> list[str]:
-    """Return the paths of damaged indexes, which are not used."""
+    """Return the paths of damaged indexes."""
     return [f"{INDEX}/{name}" for name, size in store.files(INDEX).items() if _contents_of(store, name, size) is None]
 
 
@@ -176,10 +172,9 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
 
 
 def write_index(folder: Path) -> None:
-    """Rewrite the index of a trace."""
     store = Store(folder)
     before = store.files(INDEX)
-    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store).contents), codec=_CODEC, asbytes=True)
+    packed = pa.compress(msgspec.msgpack.encode(_IndexBuilder(store).contents), codec=_CODEC, asbytes=True)
     name = f"{whole_hash(packed)}{_ENDING}"
     write_part(folder, f"{INDEX}/{name}", packed)
     for old in before:
@@ -187,8 +182,8 @@ def write_index(folder: Path) -> None:
             (folder / INDEX / old).unlink(missing_ok=True)
 
 
-class _Gathered:
-    """Collects the content of an index, most useful entries first, until it is full."""
+class _IndexBuilder:
+    """Collects an index's content, most useful entries first, until it is full."""
 
     def __init__(self, store: Store):
         self.contents = _Contents()
@@ -258,7 +253,6 @@ class _Gathered:
             self.contents.files |= files
 
     def _known_before(self, relative: str, size: int) -> KnownFile | None:
-        """Return a file's entry in the previous index if the file's size and checksum are unchanged."""
         record = self._accounts.get(relative)
         found = None if record is None else self._before.known(relative, size, record.footer)
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))

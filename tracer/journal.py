@@ -1,8 +1,8 @@
 """The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
-The metadata of each message end with a 32-byte trailer, placed in padding that the format allows, so any Arrow library
-can read the stream and this module can verify it. The trailer contains 8 bytes `tim-jrnl`, the length of the message's
-body (int64), and the XXH3-128 of the previous message's checksum (16 zero bytes for the first message) followed by this
+Each message's metadata ends with a 32-byte trailer, in padding that the format allows, so any Arrow library can read
+the stream and this module can verify it. The trailer holds 8 bytes `tim-jrnl`, the length of the message's body
+(int64), and the XXH3-128 of the previous message's checksum (16 zero bytes for the first message) followed by this
 message without its own checksum. All are little-endian except the checksums. The chain detects missing, duplicated and
 reordered messages.
 """
@@ -36,16 +36,16 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of a journal of distributions. Each row is a block: `rows` rows of a Zarr array, row-major."""
+"""Journal of distributions. Each row is a block: `rows` rows of a Zarr array, row-major."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""Allowed dtypes of captured arrays, as NumPy and Zarr name them; bfloat16 is stored as uint16 bits."""
+"""dtypes that captured arrays may have, by NumPy and Zarr name; bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
-"""Key in the metadata of a stream's schema; its value is the path in the trace that the journal was written to."""
+"""Key in the schema's metadata; its value is the path in the trace that the journal was written to."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
 """Field numbers in Arrow's Message and RecordBatch, and the message type of a RecordBatch."""
@@ -54,12 +54,12 @@ _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
 _FIRST = bytes(16)
-"""Previous checksum of the first message, which has no predecessor."""
+"""Previous checksum of the first message."""
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends record batches of one table and segment to a file; after `append`, they survive a killed process."""
+    """Appends one table's record batches to a segment's journal; once appended, they survive a killed process."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -72,7 +72,7 @@ class JournalStream:
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """True if the stream's rows, and the files sealed from them, must survive a power loss."""
+        """True if the rows, and the files sealed from them, must survive a power loss."""
         self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
@@ -83,7 +83,7 @@ class JournalStream:
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush everything appended to disk. This also works after `close`, as long as the file exists."""
+        """Flush everything appended to disk. Works after `close` too, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -119,21 +119,21 @@ class JournalStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContent:
-    """The content of a journal file, as far as it can be read."""
+    """What could be read from a journal file."""
 
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Bytes of an incomplete record at the end: the process died while appending, or is appending now."""
+    """Size of an incomplete record at the end: the process died while appending, or is appending now."""
     damage: str | None = None
-    """Reason why reading stopped at the first damaged record; None if all records were read."""
+    """Why reading stopped at a damaged record; None if every record was read."""
     has_begun: bool = True
-    """True if the journal's schema is complete. A writer lists a journal in its state only after that."""
+    """True if the journal's schema is complete; only then does a writer list the journal in its state."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read all complete records of a journal; each one is verified and validated.
+    """Read a journal's complete records, verifying and validating each one.
 
-    With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed in the
+    `num_bytes` limits the read to the start of the file. Raises FileNotFoundError if the segment has been sealed in the
     meantime, and DamagedTrace for a link out of the trace.
     """
     relative = segment.journal(table)
@@ -217,7 +217,6 @@ def _checksum(before: bytes, prefix: bytes | memoryview, metadata: memoryview, b
 
 
 def _checked_schema(message: Any, relative: str) -> pa.Schema:
-    """Return a stream's schema. Raises ValueError if the stream was written for another path."""
     schema = pa.ipc.read_schema(message)
     name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
     if name != relative:
@@ -226,7 +225,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's validated rows. Raises ValueError for compressed rows, which could claim any size."""
+    """Raises ValueError for compressed rows, which could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -235,10 +234,10 @@ def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Return True if a message's RecordBatch has the field `compression` (Message.fbs, FlatBuffers table layout)."""
+    """Look for the field `compression` in a message's RecordBatch (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
-        """Return the offset of a field in a FlatBuffers table; None if the field is missing."""
+        """Offset of a field in a FlatBuffers table; None if the field is missing."""
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
         size = struct.unpack_from("<H", metadata, vtable)[0]
         place = 4 + 2 * number

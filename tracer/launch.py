@@ -33,20 +33,20 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The outcome of recording a command."""
+    """The outcome of a recorded command."""
 
     folder: Path
-    """The trace's folder; for a recording to a URL, the cache folder, which is removed after the upload."""
+    """The trace's folder. For a recording to a URL, the cache folder, which is removed after the upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """States of the processes that recorded, or tried to."""
+    """States of the processes that recorded or tried to."""
 
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Reason why this node recorded nothing, or the hosts still recording; None if recording finished here."""
+    """Why this node recorded nothing, or which hosts are still recording; None if recording finished here."""
     is_stuck: bool = False
-    """True if a thread is still waiting for an unresponsive file system."""
+    """True if a thread still waits for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:
@@ -79,12 +79,12 @@ def record(
 ) -> Recording:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    `weights` is `delta` (keep every version's weights), `none`, or `auto`, which means delta for a model of at most
-    `weights_below`, a size such as 500MB or 2GB. `weights_from` is the folder of Hugging Face checkpoints that the run
-    saves anyway; weights are then read from there. `routing` records the experts chosen by the routers of a mixture of
-    experts in the `train` pass, for every prompt and response token. `engine_weights` selects the digests of vLLM's
-    weights to record with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read once, and
-    again after a mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
+    `weights` is `delta` (keep every version's weights), `none`, or `auto`, which means delta for models up to
+    `weights_below`, a size such as 500MB or 2GB. If the run saves Hugging Face checkpoints anyway, give their folder as
+    `weights_from`, and weights are read from there. `routing` records which experts the routers of a mixture of experts
+    choose in the `train` pass, for every prompt and response token. `engine_weights` selects which digests of vLLM's
+    weights to record along with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read
+    once, and again after a mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
 
     `resume` adds to an existing trace at `output`; repeated steps are recorded as a new attempt. `force` replaces an
     existing trace once the command has started.
@@ -93,16 +93,15 @@ def record(
     are uploaded from there about once a minute and at the end; then the folder is removed. If the file system does not
     respond for `max_wait` seconds, a process stops recording and continues without it. The same timeout applies to
     starting and finishing a recording: if it cannot start, the command runs unrecorded; if it cannot finish, a note
-    explains how to finish it. `at_end` is called with the recording when the command has ended, before the final
+    explains how to finish it. `at_end` is called with the recording once the command has ended, before the final
     upload.
 
     On several nodes, run this command on each node with the same `output`. The first node starts the recording. The
     others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
     end finishes the trace.
 
-    Returns a Recording with the command's exit code once the command has ended. Records of processes that died are
-    kept. Raises TraceExists, StorageError or InvalidOption before the command starts, and leaves existing files
-    unchanged.
+    Returns once the command has ended, with its exit code. Records of processes that died are kept. Raises TraceExists,
+    StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
     """
     if not command:
         raise InvalidOption(
@@ -144,7 +143,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording; return options, run id, True if no launcher exists yet, and earlier writers."""
+        """Start or join a recording; return options, run id, True if no launcher exists yet, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
@@ -235,7 +234,6 @@ def record(
 
 
 def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
-    """Return the reason why a later node found no recording to join."""
     way = "object storage supports recording from one node only; use a folder shared by all nodes"
     if "://" not in os.fspath(output):
         way = f"no recording was found there within {wait_s:g} s; start every node with the same shared folder"
@@ -244,7 +242,6 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
 
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
-    """Run the command unrecorded, and print the reason before and after it."""
     say(f"NOT RECORDED on this node; the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
@@ -261,7 +258,7 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
 
 
 class Launcher:
-    """`tim-trace record` as one of the trace's writers; it records a heartbeat and the command's exit code."""
+    """`tim-trace record` as one of the trace's writers, with a heartbeat and the command's exit code."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -271,12 +268,11 @@ class Launcher:
         )  # fmt: skip
 
     def give_sign(self) -> None:
-        """Update the launcher's heartbeat."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
+        """Record the exit code and return the hosts that still record; the last launcher to end finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.
@@ -287,7 +283,7 @@ class Launcher:
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
 
     def save(self) -> None:
-        """Save the launcher's state; errors from a full disk or a removed folder are ignored."""
+        """Save the state, unless the disk is full or the folder was removed."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
@@ -310,7 +306,6 @@ def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Pat
 
 
 def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Raise TraceExists unless a resumed run can extend this trace."""
     store = Store(folder)
     known = store.manifest()
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):

@@ -1,6 +1,6 @@
-"""Determine whether a writer may still add to its trace, what it has not sealed yet, and which attempt it belongs to.
+"""Whether a writer may still add to its trace, what it has not sealed yet, and which attempt it belongs to.
 
-Each resumption of a run begins a new training attempt, which may repeat steps.
+Each time a run is resumed, a new training attempt begins, which may repeat steps.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""Interval at which an open writer touches its state file, in seconds."""
+"""How often an open writer touches its state file."""
 SILENT_S = 900.0
-"""Time without a heartbeat after which a writer on another machine counts as ended, in seconds."""
+"""A writer on another machine counts as ended after this long without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Basis of a verdict on a writer: a normal close, its process, a reboot of its machine, or its last heartbeat."""
+"""What a verdict is based on: a normal close, the writer's process, a reboot of its machine, or its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """Verdict on whether a writer may still write."""
-
     is_alive: bool
     how: str
-    """Basis of the verdict: CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
+    """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
-    """Seconds since the writer's last heartbeat, if the verdict is based on it; None if unknown."""
+    """Seconds since the last heartbeat, if the verdict is based on it; None if unknown."""
 
 
 def this_process() -> dict[str, Any]:
@@ -52,12 +50,12 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge whether a writer is alive: by its process if visible from here, else by the age of its last heartbeat."""
+    """Judge a writer by its process if that is visible from here, else by the age of its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
         if state.boot_id is None or (state.boot_id == boot_id() and state.pid_namespace == pid_namespace()):
-            return Liveness(is_alive=_runs(state), how=PROCESS)
+            return Liveness(is_alive=_is_running(state), how=PROCESS)
         if state.boot_id != boot_id() and (seen := last_sign(state, store)) is not None and seen < _boot_time():
             return Liveness(is_alive=False, how=RESTARTED)
     seen = last_sign(state, store)
@@ -74,12 +72,11 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Return the machine's boot id, which changes with each boot; None if unknown."""
+    """Return the machine's boot id, which changes at every boot."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
 def pid_namespace() -> str | None:
-    """Return the id of this process's pid namespace; None if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -87,13 +84,13 @@ def pid_namespace() -> str | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None if unknown."""
+    """Return a process's start time in clock ticks since boot."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
-def _runs(state: WriterState) -> bool:
-    """Return True if the writer's process is running and its pid has not been reused."""
+def _is_running(state: WriterState) -> bool:
+    """Return True if the pid exists and has not been reused."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -107,14 +104,14 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat, starting with the third, the process state."""
+    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
 
 @cache
 def _boot_time() -> float:
-    """Return the time at which this machine was booted, in seconds since 1970."""
+    """Seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -130,54 +127,52 @@ def _text(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training attempt: one training run, from its start or resumption to its end."""
+    """A training attempt: one run, from its start or resumption to its end."""
 
     number: int
-    """Number of the attempt, from 1, in the order in which attempts started."""
+    """From 1, in the order in which attempts started."""
     key: str
-    """Key shared by all processes of the attempt."""
+    """Shared by all processes of the attempt."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch; `ordinal` is the number of earlier training runs in this process. With `resumes`,
-    earlier recordings of this process belong to a previous attempt even if they are still open, as in a notebook.
+    `session` identifies the launch, and `ordinal` counts earlier training runs in this process. With `resumes`, earlier
+    recordings of this process belong to a previous attempt even if they are still open, as in a notebook.
 
     A rank counts its own earlier writers, because ranks restart together while torchrun counts restarts per node. A
     rank that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
     """
     rank = environment.rank()
-    own = _attempting(store, rank)
+    own = _states_with_attempt(store, rank)
     base = f"{session}/{restarts()}/{ordinal}"
     before = [state for state in own if str(state.attempt_key).rpartition(".")[0] == base]
-    beside = next((state for state in before if _is_beside(state, store, resumes)), None)
+    beside = next((state for state in before if _can_be_joined(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # If a script runs in a loop, all earlier writers of this rank have ended; only their number tells the
-    # iterations apart.
+    # When a script runs in a loop, this rank's earlier writers have all ended; their count identifies the iteration.
     key = f"{base}.{len(before)}"
-    if any(_is_of(state, session) for state in own):
+    if any(_is_of_session(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
-    leading = _attempting(store, 0, None)
-    begun = [state for state in leading if _is_of(state, session)]
+    leading = _states_with_attempt(store, 0, None)
+    begun = [state for state in leading if _is_of_session(state, session)]
     return Attempt(number=_newest(begun) if begun else _newest([*own, *leading]) + 1, key=key)
 
 
-def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the given ranks' writers that belong to an attempt."""
+def _states_with_attempt(store: Store, *ranks: int | None) -> list[WriterState]:
     return [
         state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
     ]
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the states of the given ranks' writers; no other state file is read."""
+    """Read the states of these ranks' writers, and no other state file."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 
 def writer_prefix(rank: int | None) -> str:
-    """Return the prefix shared by all of a rank's writer names."""
+    """Return the prefix of a rank's writer names."""
     return "p" if rank is None else f"r{rank}-p"
 
 
@@ -186,22 +181,22 @@ def _newest(states: Iterable[WriterState]) -> int:
 
 
 def restarts() -> str:
-    """Return the restart counts that torchrun and Slurm put into the environment; empty if neither did."""
+    """Return the restart counts in torchrun's and Slurm's variables; empty without either."""
     told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
     return "-".join(told).strip("-")
 
 
 def is_of_this_start(state: WriterState, session: str) -> bool:
-    """Return True if a writer's process belongs to this launch, and torchrun and Slurm have not restarted it since."""
+    """Return True if a writer belongs to this launch, and torchrun and Slurm have not restarted it since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
 
 
-def _is_of(state: WriterState, session: str) -> bool:
+def _is_of_session(state: WriterState, session: str) -> bool:
     return str(state.attempt_key).startswith(f"{session}/")
 
 
-def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
-    """Return True if a writer without a rank, or a writer in this process, is still recording."""
+def _can_be_joined(state: WriterState, store: Store, resumes: bool) -> bool:
+    """Return True for an open writer of this process, or a live one without a rank."""
     if state.state != OPEN:
         return False
     if is_this_process(state):
@@ -215,7 +210,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return the sizes in bytes of unsealed segments' journals, by segment and table."""
+    """Return unsealed segments' journal sizes in bytes, by segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
@@ -224,7 +219,7 @@ def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:
-    """Return the segment and table that a journal's file name encodes; None for other names."""
+    """Parse a journal's file name; None for other names."""
     stem, _, table = name.removesuffix(".arrows").rpartition(".")
     segment = Segment.parse(stem)
     return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "optimizer/"
-"""Prefix of the optimizer's metric names."""
 
 CHUNK_BYTES = 56 << 20
-"""Maximum size of a chunk on a GPU, in bytes; a third of this on a CPU, where a chunk needs three temporary tensors."""
+"""Maximum size of a chunk on a GPU; a third of this on a CPU, where a chunk needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Return norms of the last update and of the weights in this process as metrics: 0-d tensors on their device.
+    """Return norms of the last update and of this process's weights as metrics: 0-d tensors on their device.
 
     For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), with the state after the
     step; for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
@@ -23,8 +22,7 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
     - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over all parameter groups.
 
-    The result is empty before the first step, and for other optimizers. This function does not synchronise with a
-    device.
+    Empty before the first step, and for other optimizers. Does not synchronise with a device.
     """
     import torch
 
@@ -40,10 +38,10 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
                 num_elements += sum(tensor.numel() for tensor in chunk[1])
         if not updates:
             return {}
-        update_norm, weight_norm = _total(torch, updates).sqrt(), _total(torch, weights).sqrt()
+        update_norm, weight_norm = _sum_of_scalars(torch, updates).sqrt(), _sum_of_scalars(torch, weights).sqrt()
         found = {"update_to_weight": update_norm / weight_norm, "update_norm": update_norm, "weight_norm": weight_norm}
         if moments:
-            found["second_moment"] = _total(torch, moments) / num_elements
+            found["second_moment"] = _sum_of_scalars(torch, moments) / num_elements
         found |= _settings(optimizer.param_groups)
         return {PREFIX + name: value for name, value in found.items()}
 
@@ -52,7 +50,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each setting's largest value over the parameter groups or, for tensors, the first group's value."""
+    """Take each setting's largest value over the parameter groups or, for tensors, the first group's value."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -67,7 +65,7 @@ Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
-    """Yield the updated tensors in chunks; all tensors of a chunk share their group, device, dtype and step count."""
+    """Group the updated tensors into chunks that share a parameter group, device, dtype and step count."""
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
@@ -90,7 +88,7 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
 
 
 def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield a tensor and its state in matching pieces of at most `most` elements."""
+    """Split a tensor and its state at the same places, into pieces of at most `most` elements."""
     if weight.numel() <= most:
         yield weight, state
         return
@@ -103,7 +101,7 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
 
 
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Return each tensor's update before multiplication by the learning rate, and the sum of v_hat or None."""
+    """Return each tensor's update before the learning rate is applied, and the sum of v_hat or None."""
     if "exp_avg_sq" not in states[0]:
         return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
@@ -124,7 +122,7 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
 
 
 def _square(torch: Any, tensors: list[Any]) -> Any:
-    """Return the squared norm of all tensors, accumulated in at least float32."""
+    """Squared norm of all tensors together, accumulated in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([_square_on_cpu(torch, tensor.reshape(-1), dtype) for tensor in tensors]).sum().float()
@@ -132,14 +130,14 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Return a vector's squared norm, summed over pieces, since torch.norm adds sequentially but torch.sum pairwise."""
+    """Sum the squared norms of short pieces, since torch.norm adds sequentially but torch.sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
 
 
 def _sum(torch: Any, tensors: list[Any]) -> Any:
-    """Return the sum of non-negative tensors, accumulated in at least float32."""
+    """Sum non-negative tensors, in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum().float()
@@ -150,7 +148,7 @@ def _dtype_of_sums(torch: Any, tensors: list[Any]) -> Any:
     return torch.promote_types(tensors[0].dtype, torch.float32)
 
 
-def _total(torch: Any, values: list[Any]) -> Any:
+def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
     device = values[0].device
     return torch.stack([value.to(device, non_blocking=True) for value in values]).sum()
 
@@ -168,7 +166,7 @@ def _local(tensor: Any) -> Any:
 
 
 def underlying(optimizer: Any) -> Any:
-    """Return the torch optimizer inside accelerate's wrappers; None if it has no parameter groups or states."""
+    """Unwrap accelerate's optimizer; None if it has no parameter groups or states."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state") else None

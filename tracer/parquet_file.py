@@ -1,8 +1,8 @@
-"""A trace's Parquet files, whose block checksums are verified on read, and the fsspec file system through which DuckDB
-and Arrow read them.
+"""A trace's Parquet files, whose blocks are verified on read, and the fsspec file system that serves them to DuckDB and
+Arrow.
 
-A file's metadata contain its path and a checksum for each block before the footer; the writer's state contains the
-footer's checksum.
+A file's metadata holds its path and a checksum for each block before the footer; the writer's state holds the footer's
+checksum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata key. Its value is the base64 of the XXH3-64 checksums, 8 bytes each, of the blocks before the footer."""
+"""Metadata key. Its value is the base64 of the blocks' XXH3-64 checksums, 8 bytes each; the footer is not a block."""
 BLOCK_SIZE = b"tim-trace block bytes"
 """Metadata key. Its value is the block size in bytes, 256 KiB by default."""
 IDENTITY = b"tim-trace file"
@@ -38,14 +38,14 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Maximum number of values that a footer may claim: a constant, plus a number per byte. A token takes half a byte."""
+"""Values that a footer may claim: a constant, plus a number per byte of the file. A token takes half a byte."""
 
 
 def write_checked(
     path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:  # fmt: skip
-    """Write parts as row groups to a file that will be at `identity` in the trace; return its SealedFile."""
+    """Write parts as row groups of a file that will be at `identity` in the trace; return its SealedFile."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
             writer.write(part)
@@ -59,10 +59,10 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """SealedFile without its step range; set when the file is closed."""
+        """Set when the file is closed, without the step range."""
 
     def write(self, part: pa.Table) -> None:
-        """Add a part as a row group."""
+        """Write a part as one row group."""
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
         self.num_rows += part.num_rows
 
@@ -71,7 +71,7 @@ class CheckedWriter:
 def checked_writer(
     path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
 ) -> Iterator[CheckedWriter]:
-    """Open a file for writing part by part, with the same arguments as `write_checked`."""
+    """Like `write_checked`, but the caller writes the parts."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
@@ -87,7 +87,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes the bytes written to a file, and collects them as well while `footer` is a bytearray."""
+    """Hashes the bytes written to a file, and keeps them too while `footer` is a bytearray."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -111,8 +111,6 @@ class _HashedFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetFooter:
-    """A file's footer."""
-
     num_bytes: int
     num_rows: int
     schema: pa.Schema
@@ -130,7 +128,7 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Size of a checksummed block, in bytes. Raises ValueError for a size that tim-trace does not write."""
+        """Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"unsupported block size: {size:,} bytes")
@@ -142,7 +140,7 @@ class ParquetFooter:
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
-        """Return the file's checksums. Raises DamagedTrace if they cannot be read."""
+        """Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
                 blocks=base64.b64decode(self.metadata.get(BLOCKS, b""), validate=True),
@@ -195,7 +193,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError if a footer claims implausibly many rows or values, or its totals do not add up.
+    """Raise ValueError if the footer's counts are implausible or do not add up.
 
     Run-length encoding takes almost no space, so a few bytes could claim any number of values.
     """
@@ -215,7 +213,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A file system of registered files, such as tim://0/scores/12, and of patterns that expand to selected files."""
+    """Serves registered files under URLs such as tim://0/scores/12, and patterns that expand to chosen files."""
 
     protocol = PROTOCOL
     cachable = False
@@ -226,15 +224,15 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents: dict[str, bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """Number of times that DuckDB or Arrow expanded each pattern."""
+        """How often DuckDB or Arrow expanded each pattern."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
-        """Register a file under a name, and return its URL."""
+        """Register a file and return its URL."""
         self._files[name] = file
         return self.url(name)
 
     def add_content(self, name: str, content: bytes) -> None:
-        """Register an in-memory file under a name."""
+        """Register an in-memory file."""
         self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:
@@ -243,12 +241,11 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     @staticmethod
     def url(name: str) -> str:
-        """Return the URL of a file or a pattern."""
         return f"{PROTOCOL}://{name}"
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """Return the error of the first failed read, or None."""
+        """Error of the first failed read, or None."""
         return next((file.error for file in self._files.values() if file.error is not None), None)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:

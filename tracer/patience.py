@@ -1,4 +1,4 @@
-"""Wait for a file system up to a time limit, with messages on stderr."""
+"""Time-limited waits for a file system, with messages on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..schemas.errors import InvalidOption, StorageStalled
 
 MAX_WAIT_S = 60.0
-"""Default timeout for an unresponsive file system, in seconds."""
+"""Default timeout for an unresponsive file system."""
 _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
@@ -25,7 +25,7 @@ def say(sentence: str) -> None:
 
 
 class Patience:
-    """Time-limited waits for the callers of one writer; each wait takes at most `max_wait_s`."""
+    """Limits the waits of one writer's callers; each wait takes at most `max_wait_s`."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` is on the file system; if it is empty, nothing is printed. `meanwhile` is called during waits.
+        """`path` is on the file system that callers wait for; if empty, nothing is printed. `meanwhile` is called
+        during waits.
 
         Raises InvalidOption.
         """
@@ -41,7 +42,7 @@ class Patience:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
-        """Total time that callers have waited, in seconds; updated during waits."""
+        """Total time that callers have waited; updated during waits."""
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(
@@ -50,8 +51,8 @@ class Patience:
     ) -> None:  # fmt: skip
         """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
-        Time in which `is_excused` returns True does not count. With `signs` of progress, the limit applies to the time
-        in which they do not change. `counts` selects whether `waited_s` is updated.
+        Time during which `is_excused` returns True does not count. With `signs` of progress, the limit applies to the
+        time since they last changed. With `counts`, the wait is added to `waited_s`.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
@@ -81,7 +82,7 @@ class Patience:
         self._meanwhile()
 
     def _mount(self) -> str:
-        """Return the path's file system from the kernel's list of mounts, without accessing the path."""
+        """Describe the path's file system from the kernel's list of mounts, without accessing the path."""
         try:
             path = Path(os.path.abspath(self._path))
             mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]

@@ -1,4 +1,4 @@
-"""Processes of `tim-trace record`: the command that it runs, and its own processes on other nodes of the same job.
+"""The command that `tim-trace record` runs, and the other `tim-trace record` processes of the same job.
 
 The command behaves as without recording: each signal reaches it exactly once, and it does not outlive this process.
 With one `tim-trace record` per node, the one on the first node starts the trace, and the others join it.
@@ -24,11 +24,11 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
+"""Variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
 SIGN_S = 5.0
-"""Heartbeat interval of `tim-trace record`, in seconds."""
+"""How often `tim-trace record` sends a heartbeat."""
 SIGNED_S = 2 * SIGN_S
-"""Time without a heartbeat after which a launcher counts as ended, in seconds."""
+"""A launcher counts as ended after this long without a heartbeat."""
 _LOOK_S = 0.2
 
 _NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")
@@ -36,7 +36,9 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting, such as RANK=1, that makes this a later node; arguments take precedence over variables."""
+    """Return the setting, such as RANK=1, that makes this a later node, or None. Arguments take precedence over
+    variables.
+    """
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -44,7 +46,7 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Return True if the command's arguments, or torchrun's variable, show that the job runs on several nodes."""
+    """Return True if the command's arguments, or torchrun's variable, ask for more than one node."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
@@ -54,7 +56,7 @@ def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """Return the states of a trace's launchers, oldest first; empty without a trace."""
+    """Return the states of a trace's launchers, oldest first."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -66,9 +68,9 @@ def running_launchers(
 ) -> list[WriterState]:
     """Wait up to `wait_s` for `tim-trace record` processes that record to a folder, and return the running ones.
 
-    A process counts as running if it is visible from here, or if it sent a heartbeat after the first check, since a
-    process killed on another machine looks alive at first. With `beside`, only those processes are watched, until one
-    of them is found running; a process that closes normally also counts.
+    A process counts as running if it is visible from here or has sent a heartbeat since the first check; one that was
+    killed on another machine looks alive at first. With `beside`, only those processes are watched, until one of them
+    is found running; a normal close also counts.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -97,8 +99,8 @@ _WATCHED = (*FORWARDED, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1
 
 
-def _stop() -> None:
-    """Stop this process until SIGCONT continues it, like the default action for SIGTSTP."""
+def _stop_until_continued() -> None:
+    """Do what SIGTSTP does by default."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
@@ -112,7 +114,7 @@ class Child:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start a command. Raises OSError if it cannot be executed."""
+        """Raises OSError if the command cannot be executed."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
@@ -134,11 +136,11 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the command's exit code, or 128 + the signal that killed it; meanwhile, call `meanwhile` every
-        `every_s`.
+        """Return the exit code, or 128 + the signal that killed the command; call `meanwhile` every `every_s` until
+        then.
 
-        Signals from processes are forwarded. Signals from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly
-        and are not forwarded. This process stops and continues together with the command.
+        Signals sent by processes are forwarded. Those from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command
+        directly. This process stops and continues together with the command.
         """
         try:
             while (code := self._process.poll()) is None:
@@ -148,7 +150,7 @@ class Child:
                 elif found.si_signo != signal.SIGCHLD and found.si_code <= 0:
                     self._process.send_signal(found.si_signo)
                 if found is not None and found.si_signo == signal.SIGTSTP:
-                    _stop()
+                    _stop_until_continued()
             while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the ended command
                 pass
         finally:

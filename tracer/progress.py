@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Function that is called with the number of units completed since its last call."""
+"""Takes the number of units completed since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Function that starts a progress display; it takes a description and the total number of units."""
+"""Starts a progress display, given a description and the total number of units."""
 
 
 def unheard(units: int) -> None:
@@ -18,5 +18,4 @@ def unheard(units: int) -> None:
 
 @contextmanager
 def no_progress(what: str, total: int) -> Iterator[Advance]:
-    """Report nothing."""
     yield unheard

@@ -22,11 +22,11 @@ class Ragged:
     """Lists of different lengths, concatenated."""
 
     values: np.ndarray
-    """[N] elements of all lists, one list after another."""
+    """[N] elements, one list after another."""
     lengths: np.ndarray
-    """[B] int64: length of each list; they sum to N."""
+    """[B] int64; the lengths sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool: False for values that were not recorded; None if all were recorded."""
+    """[N] bool, False for values that were not recorded; None if all were."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,38 +49,38 @@ class Ragged:
         return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
 
     def to_arrow(self, type: pa.ListType) -> pa.Array:
-        """Return an Arrow list array, without copying the values."""
+        """Convert to an Arrow list array without copying the values."""
         values = number_array(self.values, type.value_type, self.valid)
         return pa.ListArray.from_arrays(number_array(self.offsets, pa.int32()), values)
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Return True if `rows` contains every row number, in order."""
+    """Return True if `rows` lists every row, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the indices of the selected rows' values within the concatenated values of all rows."""
+    """Return the positions of the selected rows' values among the concatenated values of all rows."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 1024
-"""Width from which a batch is copied row by row; copying a row takes as long as masking 1,500 cells."""
+"""Batches at least this wide are copied row by row; copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which cells of a [B, T] batch contain tokens."""
+    """Which cells of a [B, T] batch hold tokens."""
 
     width: int
     lengths: np.ndarray
-    """[B] int64: number of tokens in each row."""
+    """[B] int64, tokens per row."""
     starts: np.ndarray | None
-    """[B] int64: column of each row's first token; None if some row's tokens are not contiguous."""
+    """[B] int64, column of each row's first token; None if the tokens of any row are not contiguous."""
     mask: np.ndarray
-    """[B, T] bool: True for cells with a token."""
+    """[B, T] bool, True at tokens."""
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
@@ -98,13 +98,12 @@ class Padding:
         return cls(width, lengths, starts if contiguous else None, cells)
 
     def take(self, rows: np.ndarray) -> Padding:
-        """Return the padding of the given rows, in the given order."""
         return Padding(
             self.width, self.lengths[rows], None if self.starts is None else self.starts[rows], self.mask[rows]
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return the tokens in a [B, T] batch, concatenated row by row, as [N] values."""
+        """Return the tokens of a [B, T] batch as [N] values, row by row."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -116,10 +115,10 @@ class Padding:
 
 
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
-    """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of different lengths.
+    """Flatten a batch: a padded [B, T] tensor or array with its padding, or lists of different lengths.
 
-    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. `what` names
-    the batch in errors. In a list of floats, None means that a value was not recorded.
+    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. In a list
+    of floats, None means not recorded. `what` names the batch in errors.
 
     Raises InvalidRecord for values of a kind that `dtype` does not accept, or that it cannot represent.
     """
@@ -138,12 +137,12 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
 
 
 def is_padded(data: Any) -> bool:
-    """Return True if a batch is one tensor or array, not a sequence of rows."""
+    """Return True for a single tensor or array, False for a sequence of rows."""
     return is_tensor(data) or (isinstance(data, np.ndarray) and not (data.dtype == object and data.ndim == 1))
 
 
 def num_rows(data: Any, what: str) -> int:
-    """Return a batch's number of rows, in any form. Raises InvalidRecord for a value without rows."""
+    """Count the rows of a batch in any form. Raises InvalidRecord for a value without rows."""
     if isinstance(data, Ragged):
         return len(data)
     shape = getattr(data, "shape", None)
@@ -155,7 +154,7 @@ def num_rows(data: Any, what: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """Describe a value briefly, on one line, for an error message."""
+    """Describe a value on one short line, for an error message."""
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "None" if value is None else f"{text} ({type(value).__name__})"
@@ -193,7 +192,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
 
 
 def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
-    """Return the rows as arrays if all are flat arrays or tensors that share a convertible dtype; else None."""
+    """Return the rows as arrays if all are flat and share a convertible dtype, else None."""
     kinds = {type(row) for row in data}
     if len(kinds) != 1 or not (kinds == {np.ndarray} or is_tensor(data[0])) or len({row.dtype for row in data}) != 1:
         return None
@@ -218,13 +217,13 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
     if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
         if dtype.kind != "f":
-            raise InvalidRecord(f"{what}: row {index}, token {int(valid.argmin())} is None; {_needed(dtype)}")
+            raise InvalidRecord(f"{what}: row {index}, token {int(valid.argmin())} is None; {_expected_values(dtype)}")
         row = [0.0 if item is None else item for item in row]
     array = _cells(row, f"{what}: row {index}", dtype)
     if array.ndim != 1:
         raise InvalidRecord(f"{what}: row {index} has shape {array.shape}; give a flat list: {shown(row)}")
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
-        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_needed(dtype)}")
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_expected_values(dtype)}")
     return array, valid
 
 
@@ -236,10 +235,10 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kinds of dtypes that can be converted to each kind of target dtype."""
+"""Dtype kinds that can be converted to each target kind."""
 
 
-def _needed(dtype: np.dtype) -> str:
+def _expected_values(dtype: np.dtype) -> str:
     if dtype.kind == "i":
         return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
     return (
@@ -248,7 +247,6 @@ def _needed(dtype: np.dtype) -> str:
 
 
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
-    """Convert a tensor, array or list to NumPy. Raises InvalidRecord if that fails."""
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
@@ -259,29 +257,29 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
         return to_numpy(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = f" ({str(error).splitlines()[0]})" if is_tensor(data) and str(error) else ""
-        needed = "give numbers" if dtype is None else _needed(dtype)
+        needed = "give numbers" if dtype is None else _expected_values(dtype)
         raise InvalidRecord(f"{what} is {shown(data)}{reason}; {needed}") from error
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
-    """Copy rows' flat values to a dtype. Raises InvalidRecord for the first value that it cannot represent."""
+    """Convert rows' flat values. Raises InvalidRecord for the first value that `dtype` cannot represent."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
-        raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
+        raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_expected_values(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
         out = values.astype(dtype)
         if values.dtype == dtype and dtype.kind != "i":
             return out
-        wrong = _wrong(values, out)
+        wrong = _find_invalid(values, out)
     if wrong is not None and wrong.any():
         first, ends = int(wrong.argmax()), np.cumsum(lengths)
         row = int(np.searchsorted(ends, first, side="right"))
         token = first - int(ends[row] - lengths[row])
-        raise InvalidRecord(f"{what}: row {row}, token {token} is {values[first]}; {_needed(dtype)}")
+        raise InvalidRecord(f"{what}: row {row}, token {token} is {values[first]}; {_expected_values(dtype)}")
     return out
 
 
-def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return an [N] bool mask of invalid ids, invalid flags and overflowed floats; None if a quick check finds none."""
+def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
+    """Mark invalid ids, invalid flags and overflowed floats in an [N] bool array; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

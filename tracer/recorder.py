@@ -57,23 +57,23 @@ from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
-"""Session name for attempts that were not started by `tim-trace record`."""
+"""Session of attempts that `tim-trace record` did not start."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
-"""Columns whose values are checked after they have been copied to host memory."""
+"""Columns whose values are checked once they are in host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Arrays by name, each as a NumPy array holding the bits and the dtype that the bits represent."""
+"""Bits and the dtype that they represent, by array name."""
 
 
 class Recorder:
-    """Records per-token logprobs from any training loop: the engine's, the trainer's and those of other passes.
+    """Records a training loop's per-token logprobs, from the inference engine, the trainer and any other pass.
 
-    Use it as a context manager; leaving it seals the trace. Methods return immediately: a background thread writes, and
-    a caller blocks only while `queue_bytes` are queued (see `waited_s`). Nothing is dropped. Device tensors are cloned
-    on the device, then copied to the host on a separate stream. Inconsistent values raise InvalidRecord; for device
-    tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and training
-    continues.
+    Use it as a context manager; leaving the block seals the trace. Methods return immediately, and a background thread
+    writes; a caller waits only while `queue_bytes` are queued (see `waited_s`). Nothing is dropped. Device tensors are
+    cloned on the device, then copied to the host on a separate stream. Inconsistent values raise InvalidRecord; for
+    device tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and
+    training continues.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -99,15 +99,14 @@ class Recorder:
         """Open a trace for recording.
 
         `capture` and `capture_fraction` decide, for the whole run, which sequences `captures` selects. `force` replaces
-        an existing trace. `join` lets several processes write one trace: each opens the same path, and the first one
+        an existing trace. With `join`, several processes write one trace: each opens the same path, and the first one
         creates it; the default is to join if torchrun's WORLD_SIZE is above 1. `resume` adds to an existing trace,
         finished or not, when a run continues from a checkpoint. Rows recorded after a resume, or by a process that
-        replaces a dead one, belong to a new attempt; views show the newest attempt at each step. `max_wait` is the
-        maximum time, in seconds, that a call waits for an unresponsive file system; after that, recording stops and
-        training continues.
+        replaces a dead one, belong to a new attempt; views show the newest attempt at each step. `max_wait` limits how
+        many seconds a call waits for an unresponsive file system before recording stops and training continues.
 
-        Raises TraceExists if the path contains anything that this run did not start, and neither `force` nor `resume`
-        is set, or if another process records this rank; StorageStalled if the file system does not respond.
+        Raises TraceExists if the path contains anything that this run did not start and neither `force` nor `resume` is
+        set, or if another process records this rank. Raises StorageStalled if the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -133,11 +132,10 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """Return a recorder for data from a framework or a file. Errors in such data are recorded as findings, not
-        raised.
+        """Return a recorder for data from a framework or a file, whose errors become findings instead of exceptions.
 
         Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
-        `ordered` means that steps never decrease from one call to the next.
+        With `ordered`, steps never decrease from one call to the next.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -165,15 +163,15 @@ class Recorder:
 
     @property
     def waited_s(self) -> float:
-        """Total time that calls have waited for the disk, in seconds, including a call that is waiting now."""
+        """Total time that calls have waited for the disk, in seconds, including a wait in progress."""
         return self.writer.patience.waited_s
 
     @checked
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far survives `kill -9`; with `sync`, also a power failure.
 
-        Rows normally reach the operating system about a second after `add_*` returns. `sync` calls fsync on every file,
-        which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
+        Without this call, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on
+        every file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
 
         Returns False, with a message on stderr, if recording has stopped; rows added after that are lost. Raises
         InvalidRecord for invalid device tensors in earlier calls.
@@ -184,7 +182,7 @@ class Recorder:
     def close(self, *, at_exit: bool = False) -> bool:
         """Write and seal everything queued. Raises InvalidRecord for invalid device tensors in earlier calls.
 
-        `at_exit` means that the interpreter is shutting down. Like `flush`, returns False if recording has stopped.
+        Set `at_exit` while the interpreter is shutting down. Like `flush`, returns False if recording has stopped.
         """
         is_whole = self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
@@ -201,7 +199,7 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its numbers), and return its hash.
 
-        The contract applies to scores added later. The call also declares a pass with a non-standard name.
+        It applies to scores added later. A pass with a non-standard name is declared by adding its contract.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -212,13 +210,13 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace, to show tokens as text. Only the first one is saved."""
+        """Save a transformers tokenizer in the trace, so that tokens can be shown as text. Only the first one is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
     @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
-        """Record a description of the trained model and its tokenizer, as dicts of your choice."""
+        """Record descriptions of the trained model and its tokenizer, as dicts of your choice."""
         state = self.writer.state
         state.model = state.model if model is None else dict(model)
         state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)
@@ -250,15 +248,15 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are either [B, T] and [B, P] tensors or arrays with attention masks (nonzero at
-        tokens; padding on either side), or B lists. Without a mask, every cell of a padded batch counts as a token, and
+        `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with attention masks (nonzero at tokens;
+        padding on either side), or B lists each. Without a mask, every cell of a padded batch counts as a token, and
         apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that count
         in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
         to [B] values. All other arguments are one value or [B]; None means not recorded.
 
-        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; they are
-        generated by default. `split` is "eval" for evaluation samples: they and their scores appear in the views
-        `eval_sequences` and `eval_scores`, and are excluded from all statistics of the run.
+        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default they
+        are generated. `split` is "eval" for evaluation samples: they and their scores appear in the views
+        `eval_sequences` and `eval_scores`, and all statistics of the run exclude them.
 
         Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
         """
@@ -290,7 +288,7 @@ class Recorder:
         before = replace(named)
         own = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
         if self._ordered and named.step is not None and step < named.step:
-            raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_BACK}")
+            raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_STEP_DECREASES}")
         if own is not None and len(own) != rows:
             raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; give one per response")
         seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
@@ -336,9 +334,9 @@ class Recorder:
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
         with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has
         a value; other tokens become NULL. `rows` lists the batch's row numbers in the order of the scores.
-        `policy_version` is the number of optimizer updates that the scoring weights have received. The default is the
-        version of the sampling weights for `rollout`, and None for other passes. With None, staleness cannot be
-        computed, and `replay` uses the sampling weights and says so.
+        `policy_version` is the number of optimizer updates that the scoring weights have received. By default,
+        `rollout` takes the version of the sampling weights, and other passes None: staleness then cannot be computed,
+        and `replay` uses the sampling weights and says so.
 
         `distribution` holds the captured distributions [N, ...] of the rows listed in `captured_rows`: their response
         tokens, concatenated.
@@ -414,7 +412,7 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit: a state_dict after `version` optimizer updates.
 
-        Tensors may be on any device. They may be DTensors; each process then saves its shard. The call waits while the
+        Tensors may be on any device. If they are DTensors, each process saves its shard. The call waits while the
         previous version is being written; once it returns, the tensors may change. Each version is saved only once.
 
         Raises InvalidRecord for an unsupported dtype.
@@ -433,7 +431,7 @@ class Recorder:
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
-            raise InvalidRecord(f"metrics of step {step} after step {self._metric_step}: {_BACK}")
+            raise InvalidRecord(f"metrics of step {step} after step {self._metric_step}: {_STEP_DECREASES}")
         if self._checks_logprobs:
             check_metrics(values, f"metrics of step {step}")
         self._add_metrics(step, values)
@@ -470,8 +468,8 @@ class Recorder:
     def add_optimizer(self, step: int, optimizer: Any) -> None:
         """Record the size of this step's update relative to the weights, and the mean second moment.
 
-        Call it after `optimizer.step()` of a torch Adam, AdamW or SGD with momentum; it only reads the optimizer's state.
-        `dynamics` uses these metrics; tracer.optimizer.optimizer_statistics lists them.
+        Call it after `optimizer.step()` of a torch Adam, AdamW or SGD with momentum; it only reads the optimizer's
+        state. `dynamics` uses these metrics, which are listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -562,7 +560,7 @@ class Recorder:
         return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Return router choices as stored; shape and dtypes must be the same in every batch of a pass."""
+        """Shapes and dtypes must be the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
@@ -620,7 +618,7 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check, flatten and queue values, immediately or after the copy from a device; `refused` undoes the call."""
+        """Check, flatten and queue values, now or after the copy from a device; `refused` undoes the call."""
 
         def checked() -> Any:
             try:
@@ -642,7 +640,7 @@ class Recorder:
             raise
 
     def _raise_earlier(self) -> None:
-        """Raise errors found in device tensors of earlier calls, and InvalidRecord if the recorder is closed."""
+        """Raise InvalidRecord for device tensors in earlier calls, or if the recorder is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
@@ -669,7 +667,7 @@ class Recorder:
             )
 
 
-_BACK = "steps must not decrease; open a new recorder for a resumed run"
+_STEP_DECREASES = "steps must not decrease; open a new recorder for a resumed run"
 
 
 def _unmasked(batch: Batch) -> str:

@@ -20,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""Expert id stored for tokens that a pass did not route."""
+"""Expert id of tokens that a pass did not route."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -33,7 +33,7 @@ class Routing:
     expert_ids: Any
     """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
     expert_weights: Any = None
-    """[N, L, S] floats that the experts' outputs are multiplied by; None if not recorded."""
+    """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -43,15 +43,15 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A model's router, which selects experts in one layer."""
+    """A module that selects experts in one layer."""
 
     layer: int
-    """Index of the decoder layer that contains the router."""
+    """Index of the decoder layer."""
     module: Any
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts that the router selects from; None if unknown."""
+        """Number of experts to choose from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
@@ -64,7 +64,6 @@ class Router:
 
 
 def is_mixture(model: Any) -> bool:
-    """Return True if a model is a mixture of experts."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
@@ -83,7 +82,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return a contract's entries about a mixture of experts; empty for other models."""
+    """Return a contract's entries about a mixture of experts; empty for any other model."""
     known = routers(model)
     if not known:
         return {}
@@ -92,7 +91,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
-    """Return a router's ids [C, S], weights [C, S], and the ids' index in its output; None if they cannot be read.
+    """Return a router's ids [C, S], its weights [C, S], and the ids' index in `output`; None if they cannot be read.
 
     transformers' routers return (logits, weights, ids) or (ids, weights, logits).
     """
@@ -109,14 +108,14 @@ def choice(output: Any) -> tuple[Any, Any, int] | None:
 
 
 class RouterTap:
-    """Reads a model's router choices while it runs."""
+    """Collects a model's router choices while it runs."""
 
     def __init__(self, known: Sequence[Router]):
         self._routers = known
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """Reason why router choices cannot be read; None as long as they can."""
+        """Why router choices cannot be read; None as long as they can."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -143,7 +142,7 @@ class RouterTap:
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
-        """Return the router choices made since the previous call, one Routing [C, L, S] per forward pass."""
+        """Return the choices since the previous call, one Routing [C, L, S] per forward pass."""
         import torch
 
         heard, self._heard = self._heard, [[] for _ in self._routers]
@@ -162,7 +161,7 @@ class RouterTap:
 
 
 def id_dtype(num_experts: int | None) -> Any:
-    """Return torch's smallest signed integer dtype that can represent every expert's id."""
+    """Return torch's smallest signed integer dtype that fits every expert's id."""
     import torch
 
     if num_experts is None:
@@ -171,7 +170,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forward passes, row by row; None if the cells do not match."""
+    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask has another size."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -182,7 +181,7 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """Concatenate the tokens of several rows; None without rows."""
+    """Concatenate tokens; None without parts."""
     import torch
 
     if not parts:
@@ -192,7 +191,7 @@ def joined(parts: Sequence[Routing]) -> Routing | None:
 
 
 def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless a routing has this many tokens and its two arrays have matching shapes."""
+    """Raise InvalidRecord unless there are `num_tokens` tokens and both arrays have the same shape."""
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(
@@ -206,9 +205,9 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
-    """Read the routing of score rows; a place is (`routing`, `routing_start`, number of tokens).
+    """Read the routing of score rows, each given as (`routing`, `routing_start`, number of tokens).
 
-    Rows of the same sealed group are read together, since segments are small. Raises DamagedTrace.
+    Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
     """
     from .dense import read_dense
 

@@ -1,4 +1,4 @@
-"""Build a trace's rows: check and flatten values, then build Arrow batches.
+"""Build a trace's rows: check and flatten values, then assemble Arrow batches.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -27,18 +27,18 @@ FLOAT32_ROUNDING_NATS = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: each row's forward pass (`ids`, `rows`, `places`) and its padding."""
+    """How a pass batched its rows: each row's forward pass and its padding."""
 
     ids: np.ndarray
-    """[B] int64 number of each row's forward pass; rows in the same forward pass have the same number."""
+    """[B] int64, the same number for all rows of a forward pass."""
     places: np.ndarray
-    """[B] int32 index of each row within its forward pass, from 0."""
+    """[B] int32, index of each row within its forward pass, from 0."""
     rows: np.ndarray
-    """[B] int32 number of rows in each row's forward pass."""
+    """[B] int32, number of rows in each row's forward pass."""
     pad_left: np.ndarray
-    """[B] int32 number of padding tokens before each row's prompt."""
+    """[B] int32, padding tokens before each row's prompt."""
     pad_right: np.ndarray
-    """[B] int32 number of padding tokens after each row's response."""
+    """[B] int32, padding tokens after each row's response."""
 
     def check(self, rows: int, what: str) -> None:
         """Raise InvalidRecord unless each array has one integer per row."""
@@ -52,20 +52,20 @@ class Forward:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns of `scores` with these arrays."""
+        """These arrays as columns of `scores`."""
         padding = {"pad_left": self.pad_left, "pad_right": self.pad_right}
         return {"forward_id": self.ids, "forward_row": self.places, "forward_rows": self.rows} | padding
 
 
 class RowBuilder:
-    """Builds a table's record batches; columns that repeat a single value are cached, since they recur."""
+    """Builds a table's record batches, caching columns that repeat a single value."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
         self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
 
     def batch(self, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
-        """Build a batch with `rows` rows; missing columns are NULL."""
+        """Build a batch of `rows` rows; missing columns are NULL."""
         arrays = [self._column(field.name, field.type, columns.get(field.name), rows) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
@@ -92,7 +92,7 @@ BUILDERS = {name: RowBuilder(table.schema) for name, table in TABLES.items()}
 
 
 def metric_columns(step: int, values: Mapping[str, Any], logged_at: datetime) -> dict[str, Any]:
-    """Return columns, one row per value: numbers and one-element tensors as numbers, None as NULL, others as text."""
+    """Return one row per value: numbers and one-element tensors as numbers, None as NULL, anything else as text."""
     numbers, texts = [], []
     for value in values.values():
         if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
@@ -136,7 +136,7 @@ def aligned(
     data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int,
     what: str, remedy: str = ALIGN,
 ) -> Ragged:  # fmt: skip
-    """Flatten per-token values. Raises InvalidRecord unless each sequence has one value per token."""
+    """Flatten per-token values. Raises InvalidRecord unless each sequence has one per token."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(
@@ -153,7 +153,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob more than `tolerance` above 0; NaN and -inf are reported as findings."""
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf pass; they become findings later."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -169,14 +169,14 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return how far above 0 rounding can raise a logprob of this dtype, in nats."""
+    """Return how far above 0 rounding can push a logprob of this dtype, in nats."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for logprobs with an integer dtype, which means that they were rounded."""
+    """Raise InvalidRecord for logprobs with an integer dtype, which have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
@@ -184,7 +184,7 @@ def check_whole(logprobs: Any, what: str) -> None:
 
 
 def is_per_token(advantage: Any) -> bool:
-    """Return True if advantages are given per token, not per sequence."""
+    """Return True if advantages are per token rather than per sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):
@@ -196,7 +196,7 @@ def is_per_token(advantage: Any) -> bool:
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """Select rows of a per-row value; return a single value unchanged."""
+    """Select rows of a per-row value; a single value is returned unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
@@ -205,7 +205,7 @@ def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
 
 
 def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
-    """Mark values as not recorded where the `scored` mask is 0."""
+    """Mark values as not recorded where `scored` is 0."""
     if values is None or scored is None or scored.values.all():
         return values
     valid = scored.values if values.valid is None else values.valid & scored.values

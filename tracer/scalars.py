@@ -1,4 +1,4 @@
-"""Check scalar values of steps, sequences and metrics, and convert them to their column's type.
+"""Check the scalar values of steps, sequences and metrics, and convert them to the type of their column.
 
 Shapes: B sequences.
 """
@@ -22,7 +22,7 @@ _INT64_MAX = 2**63 - 1
 
 
 def step_number(value: Any, what: str = "step") -> int:
-    """Return a step number as an int. Raises InvalidRecord unless it is a non-negative Python, NumPy or torch integer.
+    """Return a step as an int. Raises InvalidRecord unless it is a non-negative Python, NumPy or torch integer.
 
     >>> step_number(np.int64(3))
     3
@@ -34,12 +34,10 @@ def step_number(value: Any, what: str = "step") -> int:
 
 
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
-    """Return a column's values: one Python value for all rows, or an Arrow array [B] of `type`; None means not
-    recorded.
+    """Return a column's values: one Python value for all rows, an Arrow array [B] of `type`, or None if not recorded.
 
-    `flags` allows True and False in a column of numbers; they are stored as 1 and 0.
-
-    Raises InvalidRecord for a value that the column cannot hold, or if there is neither one value nor one per row.
+    `flags` allows True and False in a column of numbers, stored as 1 and 0. Raises InvalidRecord for a value that the
+    column cannot hold, or unless there is a single value or one per row.
     """
     if value is None:
         return None
@@ -56,7 +54,7 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """Return True if all values fit the column without conversion: None, floats, ASCII text, or integers in range."""
+    """Return True if the column takes the values as they are: None, floats, ASCII text, or integers in range."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
@@ -82,7 +80,7 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Return names as strings: integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
+    """Convert names to strings: integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
@@ -93,7 +91,7 @@ def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
 
 
 def text(value: str, what: str) -> str:
-    """Return a string if UTF-8 can encode it. Raises InvalidRecord for a lone surrogate."""
+    """Raises InvalidRecord for a lone surrogate, which UTF-8 cannot encode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -137,7 +135,7 @@ _WANTED = {
 
 
 def _whole(value: Any, type: pa.DataType) -> int | None:
-    """Return an integer or integral float as an int in the type's range; None for anything else."""
+    """Convert an integer, or a float without a fraction, to an int in the type's range; None for anything else."""
     number = as_float(value)
     if not isinstance(value, Integral) and (number is None or not number.is_integer()):
         return None
@@ -146,7 +144,7 @@ def _whole(value: Any, type: pa.DataType) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """Return a number as a float; None if float64 cannot hold it."""
+    """Convert a number to float; None if float64 cannot hold it."""
     try:
         return float(value)
     except OverflowError:
@@ -165,7 +163,7 @@ def _array(value: Any, what: str) -> np.ndarray:
 
 
 def check_metrics(values: Any, what: str) -> None:
-    """Raise InvalidRecord unless the metrics are a dict that maps names to numbers, text or None."""
+    """Raise InvalidRecord unless `values` is a dict from names to numbers, text or None."""
     if not isinstance(values, Mapping):
         raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of values by name")
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Find the passes of a trace that have logprobs, by reading Parquet footers only."""
+"""Find the passes of a trace that have logprobs, from Parquet footers where possible."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .verified_file import FileCursor
 
 
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    """Return the pair of passes to compare by default, as chosen by `first_pair`."""
+    """Return the pair of passes to compare by default (see `first_pair`)."""
     return first_pair(scored_passes(trace))
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return a pair of a replay and the trainer's pass, or another pass if the trainer's pass has no logprobs."""
+    """Pair a replay with the trainer's pass, or with another pass if the trainer's has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
