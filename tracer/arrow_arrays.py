@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Build an array of numbers, booleans or timestamps, NULL where `valid_B` is False; zero-copy if the dtype matches."""
+    """Build an array of numbers, booleans or timestamps, NULL where not valid; zero-copy if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:

@@ -20,7 +20,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """The sequences of one `add_sequences` call, to pass to `add_scores`. Rows keep the order in which they were given."""
+    """The sequences of one `add_sequences` call, to pass to `add_scores`; rows keep the order of that call."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,

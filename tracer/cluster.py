@@ -59,7 +59,6 @@ class _Actor:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker. Returns an error if tim-trace's version differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}; install "
@@ -89,7 +88,6 @@ class _Actor:
 
 
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
-    """Add a remedy to an error if the node lacks access that the driver has."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         remedy = "the trace and the imported files must be at the same path or URL on every node"
     elif not isinstance(error, TimTraceError):
@@ -125,7 +123,6 @@ def run_units(
 
 
 def check_address(address: str | None) -> None:
-    """Raise InvalidOption for a malformed address."""
     if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
         before = f"; put RUN before {option('ray')}, which takes the next word as its value" if speaks_options() else ""
         raise InvalidOption(

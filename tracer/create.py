@@ -108,7 +108,6 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yield a temporary folder inside the trace's folder; whatever is still in it at the end is removed."""
     building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
     building.mkdir()
     with alone(building):

@@ -265,8 +265,6 @@ class Projection:
 
 
 class _ChunkedArrays:
-    """Preallocated arrays of N rows, filled chunk by chunk."""
-
     def __init__(self, num_rows: int):
         self.arrays: list[Any] = []
         self._num_rows, self._filled = num_rows, 0

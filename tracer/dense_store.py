@@ -116,8 +116,6 @@ class SealedGroup:
 
 
 class _Array:
-    """One array, whose metadata is validated before zarr reads it."""
-
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
             self._chunks = _check_array(document)
@@ -160,8 +158,6 @@ class _Array:
 
 
 class _Chunks(NamedTuple):
-    """How an array's files are divided into chunks."""
-
     num_bytes: int
     """Uncompressed size of a chunk."""
     num_in_shard: int | None
@@ -183,7 +179,6 @@ class _Chunks(NamedTuple):
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:
-    """Return the chunk layout. Raises ValueError for metadata that tim-trace does not write."""
     if document["zarr_format"] != 3 or document["node_type"] != "array":
         raise ValueError("not a Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
@@ -253,8 +248,6 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 
 
 class _ArrayStore(ZarrStore):
-    """Presents one array's files to zarr as a store."""
-
     supports_writes: bool = False
     supports_deletes: bool = False
     supports_listing: bool = False

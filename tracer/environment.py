@@ -51,7 +51,7 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return every distribution's version by normalised name, from folder names: 1000 times faster than from metadata."""
+    """Return every distribution's version by normalised name. Folder names are read 1000 times faster than metadata."""
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:

@@ -53,8 +53,7 @@ _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
-_FIRST = bytes(16)
-"""Previous checksum of the first message."""
+_INITIAL_CHECKSUM = bytes(16)
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
@@ -73,7 +72,7 @@ class JournalStream:
         self.num_bytes = 0
         self.is_synced = False
         """True if the rows, and the files sealed from them, must survive a power loss."""
-        self._checksum = _FIRST
+        self._checksum = _INITIAL_CHECKSUM
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -140,7 +139,7 @@ def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | No
     content = memoryview(store.read_bytes(relative, num_bytes))
     schema: pa.Schema | None = None
     batches: list[pa.RecordBatch] = []
-    position, checksum = 0, _FIRST
+    position, checksum = 0, _INITIAL_CHECKSUM
     while position < len(content):
         try:
             message, stop, checksum = _next_message(content, position, checksum)

@@ -196,7 +196,6 @@ def _is_of_session(state: WriterState, session: str) -> bool:
 
 
 def _can_be_joined(state: WriterState, store: Store, resumes: bool) -> bool:
-    """Return True for an open writer of this process, or a live one without a rank."""
     if state.state != OPEN:
         return False
     if is_this_process(state):
@@ -205,7 +204,6 @@ def _can_be_joined(state: WriterState, store: Store, resumes: bool) -> bool:
 
 
 def is_this_process(state: WriterState) -> bool:
-    """Return True if this process opened the writer."""
     return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))
 
 

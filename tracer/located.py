@@ -70,7 +70,8 @@ class OperatorError:
     num_values: int
     """Number of output values."""
     introduced: float
-    """RMS of the error that the operator itself introduces, relative to the RMS of the exact result."""
+    """Root mean square (RMS) of the error that the operator itself introduces, relative to the RMS of the exact result.
+    """
     ratio: float
     """Largest error that the operator introduces, divided by the rounding bound; rounding explains ratios up to 1."""
     seq_id: str
@@ -231,7 +232,6 @@ class KeptResult:
 
 
 def result_path(result: str) -> str:
-    """Return the path of a result's file in the trace."""
     return f"{LOCATE}/{result}.json"
 
 
@@ -277,7 +277,6 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def _is_possible(found: Located) -> bool:
-    """Return True if operators and patches belong to execution a or b, and refer to sequences of the result."""
     names = {each.seq_id for each in found.sequences}
     sides = {each.side for each in found.operators} | {each.taker for each in found.patches}
     return (

@@ -31,8 +31,8 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         for chunk in _chunks(optimizer):
             update, second = _update(torch, *chunk)
             rate = chunk[0]["lr"]
-            updates.append(_square(torch, update) * (rate * rate))
-            weights.append(_square(torch, chunk[1]))
+            updates.append(_squared_norm(torch, update) * (rate * rate))
+            weights.append(_squared_norm(torch, chunk[1]))
             if second is not None:
                 moments.append(second)
                 num_elements += sum(tensor.numel() for tensor in chunk[1])
@@ -121,15 +121,14 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     return update, _sum(torch, [_local(state["exp_avg_sq"]) for state in states]) / scale2
 
 
-def _square(torch: Any, tensors: list[Any]) -> Any:
-    """Squared norm of all tensors together, accumulated in at least float32."""
+def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
-        return torch.stack([_square_on_cpu(torch, tensor.reshape(-1), dtype) for tensor in tensors]).sum().float()
+        return torch.stack([_squared_norm_on_cpu(torch, tensor.reshape(-1), dtype) for tensor in tensors]).sum().float()
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum().float()
 
 
-def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
+def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
     """Sum the squared norms of short pieces, since torch.norm adds sequentially but torch.sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)

@@ -98,7 +98,6 @@ class _HashedFile(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        """Write all bytes, even if the system accepts only some at a time."""
         view = memoryview(content)
         self.digests.add(view)
         if self.footer is not None:
@@ -128,7 +127,6 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"unsupported block size: {size:,} bytes")
@@ -232,7 +230,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         return self.url(name)
 
     def add_content(self, name: str, content: bytes) -> None:
-        """Register an in-memory file."""
         self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ _LOOKS_EVERY_S = 0.5
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on stderr immediately."""
     print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
 
 

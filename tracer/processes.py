@@ -36,9 +36,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting, such as RANK=1, that makes this a later node, or None. Arguments take precedence over
-    variables.
-    """
+    """Return the setting that makes this a later node, such as RANK=1. Arguments take precedence over variables."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -100,7 +98,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _stop_until_continued() -> None:
-    """Do what SIGTSTP does by default."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
@@ -136,11 +133,11 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the exit code, or 128 + the signal that killed the command; call `meanwhile` every `every_s` until
-        then.
+        """Return the command's exit code, or 128 + the signal that killed it.
 
-        Signals sent by processes are forwarded. Those from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command
-        directly. This process stops and continues together with the command.
+        Calls `meanwhile` every `every_s` until then. Signals sent by processes are forwarded. Those from the terminal
+        (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly. This process stops and continues together with the
+        command.
         """
         try:
             while (code := self._process.poll()) is None:

@@ -170,8 +170,8 @@ class Recorder:
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far survives `kill -9`; with `sync`, also a power failure.
 
-        Without this call, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on
-        every file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
+        Otherwise, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every
+        file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
 
         Returns False, with a message on stderr, if recording has stopped; rows added after that are lost. Raises
         InvalidRecord for invalid device tensors in earlier calls.
@@ -199,7 +199,7 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its numbers), and return its hash.
 
-        It applies to scores added later. A pass with a non-standard name is declared by adding its contract.
+        The contract applies to scores added later. This call also declares a pass with a non-standard name.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -210,7 +210,7 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace, so that tokens can be shown as text. Only the first one is saved."""
+        """Save a transformers tokenizer in the trace, for showing tokens as text. Only the first one is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
@@ -640,7 +640,6 @@ class Recorder:
             raise
 
     def _raise_earlier(self) -> None:
-        """Raise InvalidRecord for device tensors in earlier calls, or if the recorder is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:

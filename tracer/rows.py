@@ -153,7 +153,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf pass; they become findings later."""
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf become findings later."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid

@@ -120,7 +120,7 @@ def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:
         if isinstance(value, str):
             return text(value, what)
     elif isinstance(value, Real) and (flags or not isinstance(value, (bool, np.bool_))):
-        found = _whole(value, type) if pa.types.is_integer(type) else as_float(value)
+        found = _as_int(value, type) if pa.types.is_integer(type) else as_float(value)
         if found is not None:
             return found
     raise InvalidRecord(f"{what}: got {shown(value)}; give {_WANTED[str(type)]}")
@@ -134,8 +134,7 @@ _WANTED = {
 }
 
 
-def _whole(value: Any, type: pa.DataType) -> int | None:
-    """Convert an integer, or a float without a fraction, to an int in the type's range; None for anything else."""
+def _as_int(value: Any, type: pa.DataType) -> int | None:
     number = as_float(value)
     if not isinstance(value, Integral) and (number is None or not number.is_integer()):
         return None

@@ -1,4 +1,4 @@
-"""Convert segments' journals, including those of killed writers, to Parquet and Zarr; then drop the journals."""
+"""Seal journals, including those of killed writers: convert them to Parquet and Zarr, then drop them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum number of response tokens in a row group; scans hold row groups in memory, or skip them by step."""
+"""Maximum response tokens in a row group; scans hold row groups in memory, or skip them by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -49,7 +49,7 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Write a segment's rows as Parquet, or as Zarr for distributions; return SealedFiles by path."""
+    """Like `seal_table`, for rows in memory."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
@@ -69,7 +69,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
     """Write rows of a trace table with its encodings, in row groups of about a million response tokens.
 
     `relative` is the file's future path in the trace. Each batch of scores has one pass. Batches are grouped by pass,
-    so that a query of two passes skips the bytes of the others.
+    so that a query of two passes skips the bytes of all others.
     """
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
@@ -88,7 +88,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return a table's options for pyarrow's ParquetWriter; `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
+    """Return a table's options for ParquetWriter; `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -125,7 +125,7 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
 
 
 def response_lengths(rows: pa.Table) -> np.ndarray:
-    """Return the number of response tokens per row; 0 if the table has no response lists."""
+    """Count the response tokens of each row; 0 if the table has no response lists."""
     import pyarrow.compute as pc  # imported here, since it takes 60 ms and `tim-trace record` rarely needs it
 
     for name in ("logprobs", "response_ids"):
@@ -135,7 +135,7 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
 
 
 def adopt(folder: Path) -> None:
-    """Seal the journals of writers that are no longer alive.
+    """Seal the journals of dead writers.
 
     A segment that cannot be sealed stays a journal, which is readable too. If several processes call this function at
     once, one does the work. Raises StorageError if a folder of the trace is a link.
@@ -153,7 +153,7 @@ def adopt(folder: Path) -> None:
         if len(dead) == len(states) and not damaged:
             remove_temporaries(folder)
             remove_unfinished(folder)
-            with contextlib.suppress(OSError):  # not a file written by tim-trace
+            with contextlib.suppress(OSError):  # the folder holds a file that tim-trace did not write
                 (folder / JOURNAL).rmdir()
 
 

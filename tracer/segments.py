@@ -1,4 +1,4 @@
-"""A writer's files: a journal that is sealed whenever it is large enough."""
+"""A writer's segments: rows go to a journal, which is sealed once it is large enough."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed, in bytes: about four million tokens with ids and three passes."""
+"""Journal size at which a segment is sealed: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
-    """Keeps record batches in memory, with JournalStream's interface; they are lost if the process is killed."""
+    """Keeps record batches in memory, with JournalStream's interface; a killed process loses them."""
 
     is_synced = False
 
@@ -32,16 +32,16 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows in memory, after validating them in the same way as `read_journal`."""
+        """Keep rows in memory, validated as in `read_journal`."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Do nothing, since no row is on disk."""
+        """Nothing is on disk."""
 
     def close(self) -> None:
-        """Do nothing, since rows are kept until they are sealed."""
+        """Rows are kept until they are sealed."""
 
 
 _Stream = JournalStream | HeldRows
@@ -50,7 +50,7 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions; not thread-safe.
 
-    A segment is sealed while the next one is appended to: one thread seals scores, another thread the other tables.
+    A segment is sealed while the next one is being filled: one thread seals scores, another thread the other tables.
     `account` is called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 
@@ -58,7 +58,7 @@ class SegmentWriter:
         self, folder: Path, writer: str, account: Callable[..., None], seal_bytes: int = SEAL_BYTES, *,
         journals: bool = True,
     ):  # fmt: skip
-        """`account` is `TraceWriter.account`. Without `journals`, rows wait in memory until they are sealed."""
+        """`account` is `TraceWriter.account`. Without `journals`, rows stay in memory until they are sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes
         self._account = account
@@ -68,12 +68,11 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Changes need the lock `_handover`, so that `sync` misses no row."""
+        """Streams being sealed, by journal. Changing it needs the lock `_handover`, so that `sync` misses no row."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Append rows to a table in the trace."""
         self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
@@ -88,17 +87,17 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time used by the sealing threads, in seconds."""
+        """Total CPU time of the sealing threads."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change while the sealing threads make progress."""
+        """Changes while the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
     def is_behind(self) -> bool:
-        """True if the journal has reached `seal_bytes` while the previous segment is still being sealed; thread-safe."""
+        """True if the journal is full while the previous segment is still being sealed. Thread-safe."""
         return self._num_bytes >= self.seal_bytes and self._is_sealing
 
     @property
@@ -106,13 +105,13 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal a full journal unless another journal is being sealed; call this between groups of related records."""
+        """Seal the journal if it is full and no other is being sealed. Call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Wait until the previous segment is sealed, convert the journal to Parquet and Zarr, and begin a new segment.
+        """Once the previous segment is sealed, start sealing the current one, and begin a new one.
 
         Without `distributions`, captured distributions stay in the journal.
         """
@@ -132,13 +131,13 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal all rows, and wait until they are sealed."""
+        """Seal all rows, and wait until that is done."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
 
     def abandon(self) -> None:
-        """Close the journal after an error; appended rows stay readable."""
+        """Close the journal after an error; its rows stay readable."""
         try:
             self._close_streams()
         except (OSError, pa.ArrowException):

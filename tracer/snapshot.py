@@ -1,4 +1,4 @@
-"""The readable content of a trace at one moment: sealed files, journals of live or killed writers, and damage."""
+"""What can be read from a trace at one moment: sealed files, journals of live or killed writers, and damage."""
 
 from __future__ import annotations
 
@@ -40,68 +40,63 @@ from .parquet_file import ParquetFooter, read_footer
 from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
-_LOOKS = 100
-"""Maximum number of attempts to read a trace that keeps changing."""
-_NAMED = 8
-"""Maximum number of files to list in the message about missing writer state."""
+_MAX_TRIES = 100
+_MAX_LISTED = 8
 _RESTORE = "restore the file from a copy"
 
 
 @dataclass(slots=True)
 class TableFile:
-    """A table's sealed file that can be read."""
+    """A readable sealed file of a table."""
 
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns missing from the file because an older release wrote it."""
+    """Columns that the file lacks because an older release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step of the file's rows, from the writer's state; None if unknown or without rows."""
+    """First and last step, from the writer's state; None if unknown or without rows."""
     newest: dict[int, int] | None = None
-    """Newest training attempt in the file for each step; None until read."""
+    """Newest training attempt at each step of the file; None until read."""
 
     @property
     def writer(self) -> str:
-        """Name of the writer that wrote the file."""
         return self.relative.rpartition("/")[2].rpartition("-")[0]
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Number of bytes to read from each unsealed journal, by segment and table."""
+"""Bytes to read from each unsealed journal, by segment and table."""
 Examined = dict[str, TableFile]
-"""Readable sealed files by path; sealed files never change."""
+"""Readable sealed files by path. Sealed files never change."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A trace at one moment."""
-
     store: Store
     manifest: Manifest
     writers: list[WriterState] = field(default_factory=list)
     liveness: dict[str, Liveness] = field(default_factory=dict)
     """Whether each writer may still write, by name."""
     files: dict[str, list[TableFile]] = field(default_factory=dict)
-    """Sealed files of each table."""
+    """Sealed files, by table."""
     journals: dict[str, pa.Table] = field(default_factory=dict)
-    """Rows of each table that are not sealed yet."""
+    """Rows that are not sealed yet, by table."""
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    """Pass, hash and content of every contract."""
+    """Pass, hash and content of each contract."""
     damaged: list[str] = field(default_factory=list)
-    """Damaged or missing parts, excluded from all results, one sentence each."""
+    """One sentence for each damaged or missing part, which is excluded from all results."""
     ignored: list[str] = field(default_factory=list)
-    """Files that are not part of the trace, one sentence each."""
+    """One sentence for each file that is not part of the trace."""
     torn_bytes: int = 0
-    """Total size of incomplete records at the end of journals, in bytes."""
+    """Total size of incomplete records at the ends of journals."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Columns missing from files with a schema, by (table, position of the schema in the index)."""
+    """Cache of `_lacking_columns`, by table and by id() of a schema in the index."""
     _seen: set[str] = field(default_factory=set)
-    """Paths of all files in the folders of tables."""
+    """Paths of all files in the tables' folders."""
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state, which may have changed since it was read."""
+    """Writers whose files do not match their state, perhaps because it has changed since it was read."""
 
     @property
     def is_live(self) -> bool:
@@ -110,7 +105,7 @@ class Snapshot:
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """SealedFiles of the writers' valid files, by path."""
+        """SealedFiles of all valid files, by path."""
         found: dict[str, SealedFile] = {}
         for state in self.writers:
             found |= {} if state.is_removed else state.files
@@ -119,23 +114,22 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that are ignored because they were merged into others."""
+        """Files to ignore because they were merged into others."""
         return {name for state in self.writers for name in state.replaced}
 
 
 def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
     """Take a snapshot of a trace. Unreadable parts are skipped and listed in `damaged`.
 
-    `examined` is a cache for repeated snapshots: sealed files in it are not opened again.
-
-    Raises TraceNotFound, NewerTrace or DamagedTrace if no trace can be read, and QueryFailed if it changes too fast.
+    `examined` caches sealed files for repeated snapshots, which then do not open them again. Raises TraceNotFound,
+    NewerTrace or DamagedTrace if no trace can be read, and QueryFailed if it changes too fast.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_TRIES):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
             with collector_paused():  # it would scan the objects of tens of thousands of files over and over
-                _look(snapshot)
+                _read_all(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
         if not _has_changed(snapshot):
@@ -143,7 +137,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     raise QueryFailed(f"{store.url}: is being written faster than it can be read; try again")
 
 
-def _look(snapshot: Snapshot) -> None:
+def _read_all(snapshot: Snapshot) -> None:
     store = snapshot.store
     store.look()
     snapshot.index = read_index(store)
@@ -166,10 +160,10 @@ def _look(snapshot: Snapshot) -> None:
         snapshot._suspects.add(writer)
         if writer in arriving:
             continue
-        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
+        more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
-            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore the state from a copy, "
+            f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results; restore the state from a copy, "
             "or remove these files"
         )
     _read_contracts(snapshot)
@@ -189,12 +183,13 @@ def _look(snapshot: Snapshot) -> None:
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """Return the journals once two consecutive listings agree, which means that no writer appended in between.
+    """List journals until two consecutive listings agree, which means that no writer appended in between.
 
-    If they grow too fast for that, sequences are taken from the last listing, so that every score has its sequence.
+    If they grow too fast for that, take sequences from the last listing and everything else from the one before, so
+    that every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_TRIES):
         before, now = now, journaled_segments(store)
         if now == before:
             break
@@ -206,7 +201,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Read a table's files and journals; files whose writer's state is missing are added to `lost`."""
+    """Files whose writer's state is missing are added to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -237,7 +232,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         sealed.add(segment)
         try:
-            snapshot.files[table].append(_examined(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
+            snapshot.files[table].append(_open_file(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
         except DamagedTrace as error:
             snapshot.damaged.append(f"{error}; its rows are excluded from all results{_rows_lost(record)}")
     rows: list[pa.RecordBatch] = []
@@ -260,41 +255,40 @@ def _rows_lost(record: SealedFile) -> str:
     return f" ({record.num_rows:,} rows of {f'step {first}' if first == last else f'steps {first} to {last}'})"
 
 
-def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile, spec: Table) -> TableFile:
-    """Check a sealed file's size, footer and columns against its SealedFile, and return it. Raises DamagedTrace."""
+def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile, spec: Table) -> TableFile:
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
         if num_bytes != record.num_bytes:
             raise DamagedTrace(
                 f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
-        known = _later(snapshot, relative, record, spec) or _now(snapshot, relative, record, spec)
+        known = _open_on_demand(snapshot, relative, record, spec) or _open_now(snapshot, relative, record, spec)
         snapshot.examined[relative] = known
     return known
 
 
-def _now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile:
-    """Return a file with its footer, taken from the index or else read from the file."""
+def _open_now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile:
+    """The footer comes from the index, or else from the file."""
     store, where = snapshot.store, snapshot.store.shown(relative)
     indexed = snapshot.index.footer(relative, record.num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, record.num_bytes)
     _check_footer(footer, relative, where, record)
     if indexed:
-        lacking = _lacking_of_index(snapshot, footer.schema, spec, relative)
+        lacking = _cached_lacking(snapshot, footer.schema, spec, relative)
     else:
         lacking = _lacking_columns(footer.schema, spec, where)
     verified = footer.verified(store, relative, keeps_tail=indexed is not None or not store.is_local)
     return TableFile(relative, verified, lacking, footer.num_rows, record.steps)
 
 
-def _later(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile | None:
-    """Return a file whose footer is read on demand; None if the file is not in the index."""
+def _open_on_demand(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile | None:
+    """The footer is read when it is needed. Returns None if the file is not in the index."""
     known = snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record.num_rows is None:
         return None
     file, schema = known
     store = snapshot.store
-    lacking = _lacking_of_index(snapshot, schema, spec, relative)
+    lacking = _cached_lacking(snapshot, schema, spec, relative)
     checksums = partial(_read_checksums, store, relative, record, file.tail_bytes, spec, lacking)
     return TableFile(
         relative, VerifiedFile(store, relative, record.num_bytes, checksums), lacking, record.num_rows, record.steps
@@ -304,7 +298,6 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """Read a file's checksums from its footer, first verified against the writer's state and the index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record)
@@ -315,8 +308,8 @@ def _read_checksums(
     return footer.checksums(where, keeps_tail=not store.is_local)
 
 
-def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
-    """Return the result of `_lacking_columns`, cached by index schema, since most files share one."""
+def _cached_lacking(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
+    """Most files share a schema."""
     key = spec.name, id(schema)
     if key not in snapshot._lacking:
         snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
@@ -331,7 +324,7 @@ def _check_footer(footer: ParquetFooter, relative: str, where: str, record: Seal
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that an older release did not write. Raises DamagedTrace if other columns do not match."""
+    """Return the columns that an older release did not write. Raises DamagedTrace if any others do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -345,7 +338,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return True if two types are the same apart from the names of list elements."""
+    """The names of list elements may differ."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -387,7 +380,7 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """Return a sentence about a closed journal that ends in an incomplete record."""
+    """Describe an incomplete record at the end of a closed journal."""
     return (
         f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
         "everything before them is read"
@@ -458,7 +451,7 @@ def _find_missing(snapshot: Snapshot) -> None:
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Return True if a writer whose files did not match its state has updated the state since."""
+    """Return True if a suspect has updated its state since it was read."""
     used = {state.writer: (state.files, state.journals, state.is_removed) for state in snapshot.writers}
     for writer in snapshot._suspects:
         now = None
@@ -471,9 +464,9 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return each step's newest attempt with sequences, or else with metrics. Raises DamagedTrace.
+    """Return each step's newest attempt with sequences, or else with metrics; empty if the run was never resumed.
 
-    Empty if the run was never resumed.
+    Raises DamagedTrace.
     """
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}

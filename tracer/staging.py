@@ -17,7 +17,7 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 
 def is_tensor(value: Any) -> bool:
-    """Return True for a torch tensor, without importing torch."""
+    """Recognise a torch tensor without importing torch."""
     return _is_of_torch(type(value)) and hasattr(value, "detach")
 
 
@@ -27,12 +27,12 @@ def _is_of_torch(kind: Any) -> bool:
 
 
 def on_device(value: Any) -> bool:
-    """Return True for a tensor that is not in host memory."""
+    """Return True for a tensor outside host memory."""
     return is_tensor(value) and not value.is_cpu
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """View a host tensor or array as NumPy, without copying if the dtype allows; 16-bit floats become float32."""
+    """View a host tensor or array as NumPy, without copying if the dtype allows. 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
         if str(value.dtype) in _FLOATS_TO_WIDEN:
@@ -42,7 +42,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, or any other value unchanged. Raises InvalidRecord if rows are split."""
+    """Return this process's part of a DTensor; other values are unchanged. Raises InvalidRecord if rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -62,9 +62,9 @@ def _is_divided(kind: Any) -> bool:
 def stage(value: Any) -> Callable[[], Any]:
     """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
-    A CUDA tensor is first cloned on the device, in the caller's stream, then copied to the host on a separate stream.
-    So the caller may change the tensor immediately, and only the thread that calls the function waits. Other values are
-    copied immediately.
+    A CUDA tensor is cloned on the device, in the caller's stream, then copied to the host on a separate stream. The
+    caller may change the tensor at once, and only the thread that calls the function waits. Other values are copied
+    immediately.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -123,7 +123,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated once, since allocation may block; reused when all pieces have been returned."""
+    """A pinned buffer, allocated only once, since allocation may block; reused when all pieces have been returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -132,7 +132,9 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer; None if no piece is free. The thread that needs the values then copies them."""
+        """Return a piece of the buffer. If none is free, return None; the thread that needs the values then copies
+        them.
+        """
         import torch
 
         with self._lock:
@@ -145,7 +147,6 @@ class PinnedMemory:
             return self._memory[start : self._stop]
 
     def give_back(self) -> None:
-        """Return a piece to the buffer."""
         with self._lock:
             self._num_pieces -= 1
 
@@ -168,16 +169,14 @@ class Staged:
         self.num_bytes = sum(_num_bytes(value) for value in values.values())
 
     def start(self) -> None:
-        """Start the copies."""
         self._waiting = {name: stage(value) for name, value in self._values.items()}
 
     def wait_for_device(self) -> None:
-        """Wait for the copies."""
         with contextlib.suppress(Exception):  # `values` raises the error again, where the call is known
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
-        """Return all values on the host."""
+        """Return the values on the host, after waiting for their copies."""
         if self._waiting is None:
             return self._values
         return {name: wait() for name, wait in self._waiting.items()}

@@ -31,19 +31,19 @@ from ..schemas.layout import (
     WRITERS,
 )  # fmt: skip
 
-_DEEP = (PASSES, TOKENIZER)
-"""Folders that are listed recursively, since they contain few files."""
+_LISTED_RECURSIVELY = (PASSES, TOKENIZER)
+"""These folders contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size of a single read, in bytes, since the system allocates the whole size requested."""
+"""Maximum size of a single read, since the system allocates as much as is requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Number of tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore give 4 attempts of 15 s."""
+"""Tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore give 4 attempts of 15 s."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system of a URL, and the path on it. Raises StorageError."""
+    """Return the file system of a URL and the path on it. Raises StorageError."""
     try:
         is_s3 = url.startswith(("s3://", "s3a://"))
         filesystem, path = fsspec.core.url_to_fs(url, **(_BOTO_TRIES if is_s3 else {}))
@@ -60,8 +60,8 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return filesystem, path
 
 
-class _Reached:
-    """A remote file system that converts its libraries' errors to StorageError."""
+class _RemoteFileSystem:
+    """Converts the errors of a remote file system's library to StorageError."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
@@ -96,7 +96,7 @@ class Store:
         if "://" in self.url:
             self.filesystem, root = file_system(self.url)
             if not self.is_local:
-                self.filesystem = _Reached(self.filesystem, self.url)
+                self.filesystem = _RemoteFileSystem(self.filesystem, self.url)
         else:
             try:
                 self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
@@ -104,7 +104,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Entries of each folder of a trace on object storage, as of the last `look`."""
+        """Entries of each folder on object storage, as of the last `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -112,13 +112,12 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's name, used as the run's name; bytes that are not UTF-8 are replaced, since tables need UTF-8."""
+        """Name of the folder and of the run; bytes that are not UTF-8 are replaced, since tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
-        """List the folders of a trace on object storage in parallel, and cache the result for later listings.
-
-        Does nothing for a local trace, whose listings are not cached.
+        """List the folders of a trace on object storage in parallel, and cache the listings. Local traces need no
+        cache.
         """
         if self.is_local:
             return
@@ -131,10 +130,9 @@ class Store:
             )
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
-        """List a folder on object storage in one request, recursively if it is in _DEEP."""
         path = self.path(folder).rstrip("/")
         try:
-            if folder in _DEEP:
+            if folder in _LISTED_RECURSIVELY:
                 return list(self.filesystem.find(path, detail=True).values())
             found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -142,11 +140,10 @@ class Store:
         return found
 
     def path(self, relative: str) -> str:
-        """Return a file's path on this store's file system."""
         return f"{self.root}/{relative}"
 
     def shown(self, relative: str) -> str:
-        """Return a file's path for messages."""
+        """Return a path for messages."""
         return f"{self.url.rstrip('/')}/{relative}"
 
     @cached_property
@@ -154,7 +151,7 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Return a file's path. Raises DamagedTrace for a link out of the folder."""
+        """Like `path`. Raises DamagedTrace for a link out of the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
@@ -169,28 +166,27 @@ class Store:
         return bool(self.filesystem.exists(self.checked_path(relative)))
 
     def read_bytes(self, relative: str, size: int | None = None) -> bytes:
-        """Read a file, or its first bytes. Raises DamagedTrace if it does not fit into memory."""
+        """Read a file, or its first `size` bytes. Raises DamagedTrace if they do not fit into memory."""
         size = self.file_size(relative) if size is None else size
         if (said := too_large(size)) is not None:
             raise DamagedTrace(f"{self.shown(relative)}: {said}")
         return self.read_range(relative, 0, size)
 
     def file_size(self, relative: str) -> int:
-        """Return a file's size in bytes."""
         path = self.checked_path(relative)
         if not self.is_local:
             entry = self._listed_entry(relative)
             return int((self.filesystem.size(path) if entry is None else entry["size"]) or 0)
-        with self._no_file_told(relative):
+        with self._irregular_is_damage(relative):
             return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of a file, or fewer if it is shorter. Raises DamagedTrace for irregular files."""
+        """Read bytes [start, stop), or fewer if the file is shorter. Raises DamagedTrace for irregular files."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        with self._no_file_told(relative):
+        with self._irregular_is_damage(relative):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -204,7 +200,7 @@ class Store:
             os.close(descriptor)
 
     @contextmanager
-    def _no_file_told(self, relative: str) -> Iterator[None]:
+    def _irregular_is_damage(self, relative: str) -> Iterator[None]:
         """Raise DamagedTrace for a socket or a circular link."""
         try:
             yield
@@ -228,17 +224,17 @@ class Store:
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
         first = relative.partition("/")[0]
-        folder = first if first in _DEEP else relative.rpartition("/")[0]
+        folder = first if first in _LISTED_RECURSIVELY else relative.rpartition("/")[0]
         path = self.path(relative)
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5s of files directly in a folder; S3 and compatible storage list them for small files."""
+        """S3 and compatible storage list the MD5 of small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """Return when a file was last changed, in seconds since 1970; None if unknown."""
+        """Return when a file last changed, in seconds since 1970; None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):
@@ -246,17 +242,17 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the sizes in bytes of finished files directly in a folder, sorted by name; empty if it is missing."""
+        """Return finished files directly in a folder with their sizes in bytes, by name; empty if it is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of finished folders directly in a folder; empty if the folder is missing."""
+        """Return the names of finished folders directly in a folder; empty if it is missing."""
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Return the folders of traces that this one replaces, newest last; only for a local trace."""
+        """Return the folders of traces that a local trace replaces, newest last."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -269,15 +265,15 @@ class Store:
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Return the total size of all files below a folder, in bytes."""
+        """Add up the sizes in bytes of all files below a folder."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """Return the sizes in bytes of finished files below a folder, by path. Links to folders are not followed."""
+        """Return finished files below a folder with their sizes in bytes, by path. Follows no links to folders."""
         found: dict[str, int] = {}
         if not self.is_local:  # one request lists the whole folder
             base = self.path(folder)
-            if folder in self._listed and folder in _DEEP:
+            if folder in self._listed and folder in _LISTED_RECURSIVELY:
                 entries = self._listed[folder]
             else:
                 self.filesystem.invalidate_cache(base)
@@ -299,14 +295,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a path that is a link out of the trace; None for all other paths, even if missing."""
+        """Return the target of a link out of the trace; None for any other path, even if it is missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Return True if any part of a path below the trace is a link or `..`; ten times faster than resolving it."""
+        """Look for a link or `..` in a path below the trace; ten times faster than resolving it."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -315,12 +311,12 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield each entry of a folder in the trace: its name, its size in bytes, and True if it is a folder."""
+        """Yield each entry's name, its size in bytes, and True if it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
         path = self.path(folder).rstrip("/")
-        if folder in self._listed and folder not in _DEEP:
+        if folder in self._listed and folder not in _LISTED_RECURSIVELY:
             entries = self._listed[folder]
         else:
             self.filesystem.invalidate_cache(path)
@@ -331,7 +327,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield a local folder's entries. A link to a file has the target's size; links to folders are skipped."""
+        """A link to a file has the target's size; links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -378,9 +374,10 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; also return one sentence for each unreadable state.
+        """Read every writer's state; also return a sentence for each one that cannot be read.
 
-        `manifest` is the trace's manifest, if already read; `known_state` is `Index.state`, used for unchanged states.
+        `manifest` is the trace's manifest, if already read; `known_state` is `Index.state`, which knows unchanged
+        states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -406,7 +403,7 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read the states of a local trace's writers with these name prefixes; unreadable ones are skipped.
+        """Read the states of a local trace's writers with these name prefixes, skipping unreadable ones.
 
         No other file is accessed, since every rank calls this at startup on a shared file system.
         """
@@ -421,7 +418,7 @@ class Store:
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Read small files of a folder, in parallel on object storage; unreadable ones are skipped."""
+        """Read small files of a folder, in parallel on object storage, skipping unreadable ones."""
         if not names:
             return {}
         if self.is_local:
@@ -432,7 +429,7 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """Read regular files of a local folder, which is checked for links only once, not per file."""
+        """Read regular files of a local folder, which is checked for links once rather than per file."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -484,18 +481,18 @@ class Store:
 
 
 def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
-    """Return the error for a file that cannot be read; an unreachable file system does not count as damage."""
+    """Return the error for a file that cannot be read. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` * `size` bytes exceed the machine's memory; else None."""
+    """Return a message if `times` * `size` bytes exceed the machine's memory, else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error."""
+    """Shorten another library's error to its first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

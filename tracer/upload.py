@@ -1,4 +1,4 @@
-"""Upload a trace to object storage: each file once, then the writers' states that list them, and finally the manifest.
+"""Upload a trace to object storage: each file once, then the writers' states that list them, and last the manifest.
 
 A recording to a URL is uploaded from the user's cache folder.
 """
@@ -29,11 +29,11 @@ from .worker import Worker
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""Upload attempts per file, on top of the file system library's own retries."""
+"""Attempts per file, on top of the file system library's own retries."""
 
 
 class Upload:
-    """Uploads a local trace to a URL, where readers see only complete, listed files."""
+    """Uploads a local trace to a URL, where readers only ever see complete, listed files."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
@@ -45,7 +45,7 @@ class Upload:
         self._num_indexed = 0
         """Number of uploaded files when the index was last uploaded."""
         self.num_bytes = 0
-        """Total bytes uploaded, including parts of files in progress."""
+        """Bytes uploaded so far, including parts of files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
         """Return True if the URL holds some of this run's `files` and nothing else, as after an interrupted upload.
@@ -63,9 +63,10 @@ class Upload:
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Upload new finished files. Raises StorageError after `tries` attempts at one file.
+        """Upload new finished files, and then the states that list them.
 
-        Files are uploaded before the states that list them, and a segment only when all of its journals are sealed.
+        A segment is uploaded only when all of its journals are sealed. Raises StorageError after `tries` attempts at
+        one file.
         """
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
@@ -108,11 +109,11 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a constant factor since the last index, to bound indexing costs."""
+        """True if the number of files has grown by a constant factor since the last index, which bounds its cost."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all files but `names` from a folder at the URL; killed processes left them there."""
+        """Remove all files but `names` from a folder at the URL, which killed processes left there."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -122,7 +123,7 @@ class Upload:
             self._store.filesystem.rm_file(self._store.path(path))
 
     def put(self, path: str, content: bytes | None = None, *, tries: int = _TRIES) -> None:
-        """Upload a file, or `content` if given. Raises StorageError after `tries` attempts."""
+        """Upload a file, or `content` as that file. Raises StorageError after `tries` attempts."""
         from fsspec.callbacks import Callback
 
         target, filesystem = self._store.path(path), self._store.filesystem
@@ -152,7 +153,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state for upload, without its journals, and the partly sealed files that it leaves out."""
+    """Strip a writer's state of its journals; also return the partly sealed files that it then leaves out."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()
@@ -165,17 +166,16 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
 
 
 _QUIET_S = 5.0
-"""Duration of the final upload after which a message is printed, in seconds."""
+"""The final upload prints a message once it has taken this long."""
 
 
 def cache_folder(url: str) -> Path:
-    """Return the cache folder for a recording to this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "tim-trace" / short_hash(url.encode()) / url.rstrip("/").rpartition("/")[2]
 
 
 def forget(folder: str | os.PathLike[str], url: str) -> None:
-    """Remove an uploaded folder if it is the cache folder of a recording to this URL."""
+    """Remove an uploaded folder if it is this URL's cache folder."""
     if Path(folder).resolve() == cache_folder(url).resolve():
         shutil.rmtree(cache_folder(url).parent, ignore_errors=True)
 
@@ -199,7 +199,7 @@ class Sender:
 
     @property
     def remedy(self) -> str:
-        """Shell command that uploads the remaining files."""
+        """Command that uploads the remaining files."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
@@ -242,7 +242,7 @@ class Sender:
     def finish(self) -> None:
         """Upload the remaining files, and remove the cache folder.
 
-        Raises StorageError, and keeps the folder, if the upload fails or makes no progress for `max_wait` seconds.
+        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError raised.
         """
         error: BaseException | None = None
         if not self._is_stuck:

@@ -1,4 +1,4 @@
-"""Read a trace's finished file; every byte is first verified against a checksum."""
+"""Read a trace's finished files, verifying every byte against a checksum first."""
 
 from __future__ import annotations
 
@@ -14,44 +14,39 @@ from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, block_digest, 
 from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
-_KEPT_BYTES = 64 << 20
-"""Size of the cache for blocks read from object storage, in bytes per process; consecutive reads are often adjacent."""
+_CACHE_BYTES = 64 << 20
+"""Cache for blocks read from object storage, per process; consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
-"""Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
+"""Arrow reads this many bytes at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
+"""Number of requests for exact ranges of a file on object storage; later ones read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
-"""Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
-"""Size up to which a read counts as small, in bytes; a file's small reads run one at a time."""
+"""Reads up to this size run one at a time for each file."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Maximum size of a read whose blocks are cached, in bytes."""
+"""Blocks of larger reads are not cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
-    """A file's checksums."""
-
     blocks: bytes
-    """Checksums of the blocks, DIGEST_BYTES each."""
+    """One checksum per block, DIGEST_BYTES each."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Number of bytes at the file's end that are not part of a block."""
+    """Number of bytes at the file's end that belong to no block."""
     tail_hash: str = ""
-    """Checksum of the tail."""
     tail: bytes | None = None
-    """Content of the tail, if it has been read."""
+    """Content of the tail, if already read."""
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
-    """Return the error for a file with unreadable checksums."""
     return DamagedTrace(f"{where}: its checksums cannot be read ({reason}); restore it from a copy")
 
 
 class VerifiedFile:
-    """Reads ranges of a file. Raises DamagedTrace for damaged bytes.
+    """Reads ranges of a file, and verifies each block once. Raises DamagedTrace for damaged bytes.
 
-    Each block is verified once. `checksums` may be a function that reads them from the file's end when they are needed.
+    `checksums` may be a function that reads them from the file's end when they are needed.
     """
 
     def __init__(
@@ -61,12 +56,12 @@ class VerifiedFile:
         self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
         self.error: DamagedTrace | QueryFailed | None = None
-        """Error from the first failed read; None if no read has failed."""
+        """Error of the first failed read, or None."""
         self._lock, self._alone = threading.Lock(), threading.Lock()
         if isinstance(checksums, FileChecksums):
-            self._know(checksums)
+            self._set_checksums(checksums)
 
-    def _know(self, checksums: FileChecksums) -> None:
+    def _set_checksums(self, checksums: FileChecksums) -> None:
         blocks, size = checksums.blocks, checksums.block_bytes
         self._blocks, self._block_bytes = blocks, size
         self._tail_hash, self._tail = checksums.tail_hash, checksums.tail
@@ -77,22 +72,22 @@ class VerifiedFile:
             raise unreadable_checksums(self.store.shown(self.relative), reason)
         self._seen = bytearray(count)
 
-    def _need_checksums(self) -> None:
+    def _load_checksums(self) -> None:
         if self._read_checksums is None:
             return
         with self._alone:
             if self._read_checksums is not None:
                 try:
-                    self._know(self._read_checksums())
+                    self._set_checksums(self._read_checksums())
                 except FileNotFoundError as error:
-                    self.error = self._gone()
+                    self.error = self._disappeared()
                     raise self.error from error
                 except DamagedTrace as error:
                     self.error = error
                     raise
                 self._read_checksums = None
 
-    def _gone(self) -> QueryFailed:
+    def _disappeared(self) -> QueryFailed:
         return QueryFailed(
             f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed; try "
             f"again"
@@ -100,7 +95,7 @@ class VerifiedFile:
 
     def read(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop), or up to the end of a shorter file."""
-        self._need_checksums()
+        self._load_checksums()
         start, stop = min(start, self.num_bytes), min(stop, self.num_bytes)
         try:
             if stop <= self._end:
@@ -114,17 +109,17 @@ class VerifiedFile:
 
     @property
     def shown_bytes(self) -> int:
-        """Size of the file as shown by FileCursor."""
+        """Size of the file as FileCursor shows it."""
         return self.num_bytes + self._gap
 
     @property
     def _gap(self) -> int:
-        """Bytes that FileCursor shows between the blocks and a tail that is in memory."""
-        self._need_checksums()
+        """Size of the gap that FileCursor shows before a tail in memory."""
+        self._load_checksums()
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of the file as FileCursor shows it, with a gap of zeros before a tail in memory.
+        """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
 
         Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
         offset from the start. Thanks to the gap, the extra bytes cost no request.
@@ -137,8 +132,8 @@ class VerifiedFile:
         return before + bytes(zeros) + tail
 
     def verify(self) -> str:
-        """Read the whole file and return its XXH3-128, 32 hexadecimal digits. Raises DamagedTrace."""
-        self._need_checksums()
+        """Read the whole file and return its XXH3-128 in hexadecimal. Raises DamagedTrace."""
+        self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written; restore it from a "
@@ -173,10 +168,10 @@ class VerifiedFile:
         return content
 
     def _read_blocks(self, start: int, stop: int) -> bytes:
-        """Read from object storage in whole blocks, with at most one request, using cached blocks."""
+        """Read whole blocks from the cache and, with at most one request, from object storage."""
         size = self._block_bytes
         wanted = range(start // size, (stop - 1) // size + 1)
-        held = {index: _kept.get((self, index)) for index in wanted}
+        held = {index: _block_cache.get((self, index)) for index in wanted}
         missing = [index for index in wanted if held[index] is None]
         if missing:
             begin = missing[0] * size
@@ -187,12 +182,12 @@ class VerifiedFile:
                 self._compare(index, (block,))
                 held[index] = block
                 if len(span) <= _MAX_SPAN_BYTES:
-                    _kept.put((self, index), bytes(block))
+                    _block_cache.put((self, index), bytes(block))
         content = b"".join(held[index] for index in wanted)  # type: ignore[misc]  # none is missing now
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum size of the next request, since a scan of one column reads a little of every row group."""
+        """Return the minimum size of the next request: a scan of one column reads a little of every row group."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -213,7 +208,7 @@ class VerifiedFile:
         try:
             content = self.store.read_range(self.relative, start, stop)
         except FileNotFoundError as error:
-            raise self._gone() from error
+            raise self._disappeared() from error
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
@@ -234,8 +229,8 @@ class VerifiedFile:
             self._seen[index] = 1
 
 
-class _Kept:
-    """A cache of blocks by file and block number, which drops the least recently used blocks first."""
+class _BlockCache:
+    """Drops the least recently used blocks first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()
@@ -253,15 +248,15 @@ class _Kept:
             if key not in self._blocks:
                 self._blocks[key] = block
                 self._num_bytes += len(block)
-            while self._num_bytes > _KEPT_BYTES:
+            while self._num_bytes > _CACHE_BYTES:
                 self._num_bytes -= len(self._blocks.popitem(last=False)[1])
 
 
-_kept = _Kept()
+_block_cache = _BlockCache()
 
 
 class FileCursor(threading.local):
-    """Presents a VerifiedFile as a file to DuckDB and Arrow, whose threads each have their own position."""
+    """Presents a VerifiedFile as a file to DuckDB and Arrow; each of their threads has its own position."""
 
     def __init__(self, file: VerifiedFile):
         self._file = file

@@ -1,4 +1,4 @@
-"""Write a trace's files atomically, and lock its folder where the file system supports locks."""
+"""Write a trace's files atomically, and lock its folder if the file system supports locks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Age up to which a temporary state file is kept, in seconds; its writer moves it into place within this time."""
+"""A temporary state file up to this age is kept; its writer moves it into place within this time."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and move it into place, so that no reader ever finds an incomplete file."""
+    """Write a file so that no reader ever finds it incomplete."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_part(folder: Path, relative: str, content: bytes) -> None:
-    """Write a file of a trace. Raises FileNotFoundError if the trace's folder was removed."""
+    """Like `write_whole`, in a trace. Raises FileNotFoundError if its folder was removed."""
     with trace_file(folder, relative) as temporary:
         temporary.write_bytes(content)
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Write `path` unless it exists; return True if this process wrote it."""
+    """Write a file unless it exists; return True if this process wrote it."""
     temporary = _beside(path)
     temporary.write_bytes(content)
     try:
@@ -49,7 +49,7 @@ def write_once(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is moved to `path` at the end, or removed after an error."""
+    """Yield a temporary path that is moved to `path` at the end, or removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
     try:
@@ -71,7 +71,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield a temporary path in a folder of a trace, for a file that the caller names by its content and moves."""
+    """Yield a temporary path in a folder of a trace; the caller moves the file to a name derived from its content."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
@@ -83,7 +83,7 @@ def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def check_there(folder: Path) -> None:
-    """Raise FileNotFoundError if a trace's folder was removed while it was recorded."""
+    """Raise FileNotFoundError if a trace's folder was removed during the recording."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
 
@@ -112,7 +112,7 @@ def _is_link(place: Path) -> StorageError:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,9 +121,9 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove killed writers' temporary files, but not whole traces; call it only if no writer of the trace is alive.
+    """Remove killed writers' temporary files, but not whole traces. Call it only if no writer of the trace is alive.
 
-    Recent state files are kept too, since their writers may be about to move them into place.
+    Recent state files are kept, since their writers may be about to move them into place.
     """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
@@ -132,7 +132,6 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Return the time since a file was written, in seconds; 0 if it no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -151,15 +150,14 @@ def _remove(path: Path) -> None:
 
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Name of the lock file in folders that cannot be locked themselves, e.g. on NFS; its prefix makes readers ignore it."""
+"""Lock file in folders that cannot be locked themselves, e.g. on NFS. Its prefix makes readers ignore it."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder within the block, after waiting for other processes; without file locks, warn and continue.
+    """Lock a folder for the block, waiting for other processes first; without file locks, warn and continue.
 
-    Yields True if the folder still exists, since the previous holder may have removed it. Raises FileNotFoundError if
-    it is missing from the start.
+    Yields False if the previous holder removed the folder. Raises FileNotFoundError if it was missing from the start.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     file = None
@@ -177,7 +175,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds the lock that `alone` takes on a folder; False if the file system has no locks."""
+    """Return True if a process holds the lock of `alone` on a folder; False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)
@@ -196,7 +194,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Wait for the lock on the folder's lock file and return its descriptor; without locks, warn and return None."""
+    """Lock the folder's lock file and return its descriptor; without file locks, warn and return None."""
     while True:
         file = None
         try:

@@ -1,4 +1,4 @@
-"""The writer thread and its bounded queue."""
+"""A thread that runs tasks from a bounded queue."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _Given = TypeVar("_Given")
 _TASK_BYTES = 16 << 10
 """Fixed cost of a task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant with which earlier tasks decay in the estimated throughput, in seconds of work."""
+"""Time constant with which earlier tasks lose weight in the estimated throughput, in seconds of work."""
 _FIRST_PACE = 64 << 20
 """Throughput assumed before any task has finished, in bytes per second."""
 _SHARE = 0.75
-"""Share of the maximum wait that queued work may take; the rest is a margin, since tasks vary."""
+"""Share of the maximum wait that queued work may take. The rest is a margin, since tasks vary."""
 _LOOKS_EVERY_S = 0.01
-"""Interval at which a waiting caller checks `is_behind`, in seconds."""
+"""How often a waiting caller checks `is_behind`."""
 
 
 class Worker:
@@ -36,8 +36,8 @@ class Worker:
 
     The queue holds at most `max_bytes` of task data, and no more than can be processed in `max_wait_s` at the recent
     pace. Callers wait while the queue is full, while its first task is older than `max_wait_s`, or while `is_behind`
-    returns true; their wait is counted. Nothing is dropped. If a task raises, the remaining tasks are discarded, and
-    `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
+    returns True; `patience` adds up their waits. Nothing is dropped. If a task raises, the remaining tasks are
+    discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
 
     Methods that wait raise StorageStalled when `patience` runs out.
     """
@@ -57,7 +57,7 @@ class Worker:
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = self._awaits_device = False
         self._device_at = 0.0
-        """Time at which the worker last finished waiting for a device."""
+        """When the worker last finished waiting for a device."""
         self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
@@ -67,7 +67,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task, after waiting while the queue is full. A task larger than the queue is queued alone.
+        """Queue a task as soon as there is room. A task larger than the queue is queued alone.
 
         `ready` waits, on the worker's thread, for the device that computes the task's data; this wait is not disk time.
         """
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time used by the worker's thread, in seconds."""
+        """Total CPU time of the worker's thread."""
         return time.thread_time() if threading.current_thread() is self._thread else self._cpu_s
 
     @property
@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Values that change while the worker's thread makes progress: finished tasks and CPU time."""
+        """Changes while the worker's thread makes progress: number of finished tasks, and CPU time."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
         # schedstat is in nanoseconds, but some kernels lack it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
@@ -108,7 +108,7 @@ class Worker:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Run a call on this worker's thread, giving up if it stalls; return its result or raise its error."""
+        """Call a function on the worker's thread, giving up if it stalls. Return its result or raise its error."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -126,7 +126,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Drop queued tasks; run `last` instead if the current task ever ends."""
+        """Drop queued tasks. `last` runs instead if the current task ever ends."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True
@@ -147,7 +147,6 @@ class Worker:
         return pending and (self._is_late() or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _is_late(self) -> bool:
-        """Return True if queued tasks have waited too long, or are expected to."""
         if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)
@@ -186,7 +185,7 @@ class Worker:
                 self._changed.notify_all()
 
     def _await_device(self, ready: Task) -> float:
-        """Wait for a task's device, and return the time at which the wait ended."""
+        """Return the time at which the wait ended."""
         try:
             ready()
         finally:
@@ -206,7 +205,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Run a call on its own thread; return its result. Raises StorageStalled; a later result is passed to `late`."""
+    """Call a function on its own thread. Raises StorageStalled; a result that comes too late is passed to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)
@@ -228,17 +227,15 @@ class _Pace:
         self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
 
     def note(self, seconds: float, num_bytes: int) -> None:
-        """Add a finished task to the estimate; the weights of earlier tasks decay."""
         kept = math.exp(-seconds / _REMEMBERED_S)
         self._seconds = kept * self._seconds + seconds
         self._weight = kept * self._weight + num_bytes + _TASK_BYTES
 
     def expected_s(self, num_tasks: int, num_bytes: int) -> float:
-        """Return the expected duration of the given tasks, in seconds."""
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# A forked child could never release library locks, such as Arrow's, that a thread of the parent holds. So forks wait
+# If a task held a library's lock during a fork, such as one of Arrow's, the child could never release it. So forks wait
 # until no task is running.
 
 _FORK_WAITS_S = 10.0
@@ -246,16 +243,16 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _paused: list[Worker] = []
 
 
-def _pause() -> None:
+def _pause_workers() -> None:
     for worker in list(_workers):
         own = worker._thread is threading.current_thread()
         if not own and worker._thread.is_alive() and worker._running.acquire(timeout=_FORK_WAITS_S):
             _paused.append(worker)
 
 
-def _go_on() -> None:
+def _resume_workers() -> None:
     while _paused:
         _paused.pop()._running.release()
 
 
-os.register_at_fork(before=_pause, after_in_parent=_go_on, after_in_child=_paused.clear)
+os.register_at_fork(before=_pause_workers, after_in_parent=_resume_workers, after_in_child=_paused.clear)

@@ -1,4 +1,4 @@
-"""A process's writer: its thread, files and state, and the end of recording after an error."""
+"""A process's writer: its thread, files and state, and how recording ends after an error."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Amount of queued data above which the training thread waits, in bytes."""
+"""The training thread waits while more than this is queued."""
 QUEUE_S = 1.0
-"""Age of queued data above which the training thread waits, in seconds."""
+"""The training thread waits while queued data is older than this."""
 RESERVE_BYTES = 64 << 10
-"""Disk space reserved for a state that reports a full disk, in bytes."""
+"""Disk space set aside for a state that reports a full disk."""
 
 
 class Part(StrEnum):
-    """Optional parts of a recording, apart from sequences and passes. An error in one part ends only that part."""
+    """Optional parts of a recording. An error in one of them ends only that part."""
 
     METRICS = "metrics"
     OPTIMIZER = "statistics of the optimizer"
@@ -65,7 +65,7 @@ class TraceWriter:
     ):  # fmt: skip
         """`attempt` is None outside training.
 
-        Without `journals` (as for imports), nothing survives a kill: the folder becomes a trace only at the end. The
+        Without `journals`, as for imports, nothing survives a kill: the folder becomes a trace only at the end. The
         state is then saved only at the start and the end, without library versions, and `check` raises the error that
         stopped the writer.
         """
@@ -87,13 +87,12 @@ class TraceWriter:
         self._contracts: set[tuple[str, str]] = set()
         self._synced: set[Path] = set()
         self._invalid: InvalidRecord | None = None
-        self._ended: set[str] = set()
-        """Parts whose recording has ended."""
+        self._ended_parts: set[str] = set()
         self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
         self.has_stalled = False
         """True if recording stopped because the file system did not respond."""
         self._beside: threading.Thread | None = None
-        """Thread that saves the state while the writing thread cannot."""
+        """Saves the state while the writing thread cannot."""
         if journals:
             check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
             self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -101,16 +100,16 @@ class TraceWriter:
         self.save_state()
         self._worker = Worker(
             queue_bytes, max_wait_s=QUEUE_S, patience=self.patience, is_behind=lambda: self.segments.is_behind,
-            idle=self._give_sign, idle_s=HEARTBEAT_S,
+            idle=self._heartbeat, idle_s=HEARTBEAT_S,
         )  # fmt: skip
 
     @property
     def is_open(self) -> bool:
-        """True while submitted tasks will still be executed."""
+        """True while queued tasks will still run."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Run a task on the writing thread after `ready`, when there is room. Raises earlier tasks' InvalidRecord."""
+        """Run a task on the writing thread, after `ready`, once there is room. Raises earlier tasks' InvalidRecord."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"
@@ -121,15 +120,17 @@ class TraceWriter:
                 self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
-        """Raise the InvalidRecord from an earlier task, once."""
+        """Raise an earlier task's InvalidRecord, once."""
         if self._invalid is not None:
             error, self._invalid = self._invalid, None
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function for one part of the recording, or return None if that part has ended. An error ends the part,
-        except InvalidRecord, which is raised."""
-        if part in self._ended:
+        """Call a function that records `part`, or return None if that part has ended.
+
+        An error ends the part, except InvalidRecord, which is raised.
+        """
+        if part in self._ended_parts:
             return None
         try:
             with self._bounded():
@@ -141,21 +142,21 @@ class TraceWriter:
         return None
 
     def end(self, part: Part, error: BaseException) -> None:
-        """End one part of the recording, and report this once."""
-        if part in self._ended:
+        """End one part of the recording, and say so once."""
+        if part in self._ended_parts:
             return
-        self._ended.add(part)
+        self._ended_parts.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         say(f"no longer recorded: {part} ({reason}); everything else continues")
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """Add a note about something that is not recorded."""
+        """Note something that is not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
     def append(self, table: str, columns: Mapping[str, Any], rows: int) -> None:
-        """Append rows, given as columns (see RowBuilder), on the writing thread."""
+        """Append rows, given as columns (see RowBuilder). Call this on the writing thread."""
         known = {"attempt": self.state.attempt, "writer": self.name}
         self.segments.append(table, BUILDERS[table].batch(known | dict(columns), rows))
 
@@ -200,9 +201,9 @@ class TraceWriter:
         self.account(account, saves=False)
 
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
-        """Wait until everything submitted is written; with `sync`, until it is flushed to disk.
+        """Wait until everything submitted is written; with `sync`, until it is on disk.
 
-        Without `weights`, weight versions may still be queued. Returns False, and reports again, if recording has
+        Without `weights`, weight versions may still be queued. Returns False, and says so again, if recording has
         stopped. Raises InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
@@ -218,7 +219,7 @@ class TraceWriter:
         self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
         ended: str | None = None, saves: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
-        """List files in the state, add a journal that was `begun`, and remove one that `ended` because it was sealed.
+        """List `files` in the state, add the journal `begun`, and drop the journal `ended`, which has been sealed.
 
         Without `saves`, the state is saved with the next journal or segment. With `sync`, the files are flushed to
         disk.
@@ -243,10 +244,10 @@ class TraceWriter:
             self._worker.submit(lambda: self._fail(error), 0)
 
     def close(self, *, at_exit: bool = False) -> bool:
-        """Write queued records, seal them, and mark the writer closed; does nothing in a forked child.
+        """Write and seal queued records, and mark the writer closed; does nothing in a forked child.
 
         At interpreter exit, distributions stay in the journal, since Zarr can no longer start threads; readers use the
-        journal, and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False, and reports
+        journal, and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False, and says so
         again, if recording has stopped.
         """
         if self.state.pid != os.getpid():
@@ -256,10 +257,10 @@ class TraceWriter:
                 close = partial(self.segments.close, distributions=not at_exit)
                 self._worker.submit(lambda: self._run(close), 0)
             if self._weights is not None:
-                self._weights.close(signs=self._signs)
+                self._weights.close(signs=self._progress_signs)
                 self._check_weights()
             self._worker.submit(lambda: self._run(self._finish), 0)
-            self._worker.close(signs=self._signs)
+            self._worker.close(signs=self._progress_signs)
         return self._is_whole()
 
     def check(self, where: str) -> None:
@@ -275,7 +276,7 @@ class TraceWriter:
         except StorageStalled as error:
             self._give_up(error)
 
-    def _signs(self) -> tuple[Any, ...]:
+    def _progress_signs(self) -> tuple[Any, ...]:
         return self._worker.signs, self.segments.signs, self._weights and self._weights.signs
 
     def _check_weights(self) -> None:
@@ -307,7 +308,7 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Flush some files and the state to disk, along with their folders and the folders of the files `beside`."""
+        """Flush files and the state to disk, along with their folders and those of the files `beside`."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
@@ -321,7 +322,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """End recording on the writing thread: report it, mark the trace, and discard later records."""
+        """Called on the writing thread: report the error, mark the trace, and discard later records."""
         if not self.is_open:
             return
         self._failure = error
@@ -338,7 +339,7 @@ class TraceWriter:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """End recording from the thread whose wait timed out, and abandon running tasks."""
+        """Called on the thread whose wait timed out: end recording, and abandon running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -348,7 +349,7 @@ class TraceWriter:
         self._save_beside()
 
     def _finish_abandoned(self) -> None:
-        """Close abandoned files if the file system recovers."""
+        """Called if the file system recovers."""
         self.segments.abandon()
         self._end()
 
@@ -394,6 +395,6 @@ class TraceWriter:
         except OSError as error:
             say(f"the trace could not be marked as failed ({error})")
 
-    def _give_sign(self) -> None:
+    def _heartbeat(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._state_path)

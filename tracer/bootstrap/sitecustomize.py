@@ -1,6 +1,6 @@
-"""Module that Python imports at startup, since `tim-trace record` puts its folder first on PYTHONPATH.
+"""Python imports this module at startup, since `tim-trace record` puts its folder first on PYTHONPATH.
 
-It starts recording. If it shadows another sitecustomize module, it then imports that one too.
+It starts recording, and then imports the sitecustomize module that it shadows, if there is one.
 """
 
 import os

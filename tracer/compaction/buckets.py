@@ -1,4 +1,4 @@
-"""Sort a table's rows by step: rows are partitioned on disk into buckets of steps, each sorted in memory."""
+"""Sort a table by step: partition its rows on disk into buckets of steps, and sort each bucket in memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum size of a bucket of several steps, in response tokens over all passes; a bucket is sorted in memory."""
+"""Maximum response tokens, over all passes, in a bucket of several steps; a bucket is sorted in memory."""
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
+"""Minimum response tokens per row group; smaller steps share a row group. Raised for long runs."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Maximum of STEP_TOKENS after raising it, and the number of row groups per file above which it is raised."""
+"""STEP_TOKENS is raised up to this maximum if a file would have more row groups than this."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -38,15 +38,15 @@ class Part:
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """Distinct steps in the row group, ascending."""
+    """Distinct steps, ascending."""
     tokens: np.ndarray
     """Estimated response tokens per step: the step's number of rows times the row group's mean tokens per row."""
     num_bytes: int
-    """Size of the row group in the file, in bytes."""
+    """Compressed size of the row group."""
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
-    """Yield every row group in the given files, in file order. Raises DamagedTrace."""
+    """Yield every row group of the files, in order. Raises DamagedTrace."""
     for entry in entries:
         with _readable(store, entry):
             file = _opened(entry)
@@ -67,7 +67,6 @@ def _opened(entry: TableFile) -> pq.ParquetFile:
 
 @contextmanager
 def _readable(store: Store, entry: TableFile) -> Iterator[None]:
-    """Convert an error while reading a file to one that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -103,7 +102,7 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of all parts, one bucket of steps after another, each sorted by pass and then by step (stable).
+    """Yield all rows, one bucket of steps after another, each sorted by pass and then by step (stable).
 
     Each table becomes one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
     steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are
@@ -166,5 +165,5 @@ def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
 
 
 def _changes(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Return the positions at which a value differs from the one before it."""
+    """Positions at which a value differs from the one before it."""
     return [int(position) + 1 for position in np.flatnonzero(np.diff(np.asarray(values)))]

@@ -1,4 +1,4 @@
-"""Merge a trace's files into a copy or in place; in place, the originals are removed once all merged files exist."""
+"""Merge a trace's files, into a copy or in place. In place, the originals are removed once all merged files exist."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ..upload import Upload, forget
 from ..whole_file import alone, trace_file, write_part
 from .buckets import read_parts, sorted_groups, step_tokens
 
-_SMALL = 0.25
-"""Share of the target size below which merged files are merged again."""
+_MIN_SHARE_OF_TARGET = 0.25
+"""Merged files smaller than this share of the target size are merged again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files that were not merged, because they belong to a replay or are already large."""
+    """Files that were not merged, because they belong to a replay or are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
-    """Merge a local trace's files in place. If an earlier merge was interrupted, complete it first.
+    """Merge a local trace's files in place, after completing a merge that was interrupted.
 
     Raises DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists if it is
     being recorded, and StorageError.
@@ -92,7 +92,7 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the rows of the chosen files to merged files in a folder. Return their SealedFiles by path."""
+    """Write the chosen files' rows to merged files in a folder. Return their SealedFiles by path."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
@@ -130,7 +130,7 @@ def _until_full(
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return a table's files to merge; empty if merging would only rewrite a single file."""
-    # A replay keeps its own files, so that the replay can be removed by deleting them.
+    # A replay keeps its own files, so that deleting them removes it.
     replays = {
         state.writer
         for state in snapshot.writers
@@ -138,7 +138,9 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
     }
     found = []
     for entry in snapshot.files[table]:
-        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        is_large = (
+            entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _MIN_SHARE_OF_TARGET * file_bytes
+        )
         if not is_large and entry.writer not in replays:
             found.append(entry)
     return found if len(found) > 1 else []
@@ -176,7 +178,6 @@ def finish(folder: Path) -> None:
 def merged_tables(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
 ) -> list[MergedTable]:
-    """Return the merge result of each table that has files."""
     after = {table: [file for name, file in files.items() if name.startswith(f"{table}/")] for table in TABLES}
     return [
         MergedTable(
@@ -199,9 +200,8 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
     With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
-    run is replaced; the local cache folder left by that upload is removed once everything is uploaded. Raises
-    DamagedTrace if part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
-    exists.
+    run is replaced; the cache folder that it left is removed once everything is uploaded. Raises DamagedTrace if part
+    of the trace is missing, and TraceExists if the trace is being recorded or `output` already exists.
     """
     store = Store(trace)
     if store.is_local:
