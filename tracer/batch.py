@@ -26,9 +26,7 @@ class Batch:
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
         attempt: int | None = None, split: str = TRAIN_SPLIT,
     ):  # fmt: skip
-        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is one of
-        SPLITS.
-        """
+        """`attempt` is the training attempt that sampled the sequences; None outside training."""
         self.step = step
         self.attempt = attempt
         self.split = split
@@ -157,7 +155,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding; the model itself ends with a single token."""
+"""Shortest run of identical tokens at a row's edge that may be padding; a model writes only one end token."""
 MIN_LONGEST_RUN = 4
 """Length that a batch's longest run must reach for a warning; shorter ones occur by chance."""
 MIN_SHARE = 0.25
@@ -201,8 +199,8 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     """Return a warning if a [B, T] batch seems to contain padding, else None.
 
-    It does if enough rows, but not all, start or end with repeats of one token. A model may repeat itself too, so this
-    is a warning, not an error.
+    Padding is suspected if enough rows, but not all, start or end with repeats of one token. A model may repeat itself
+    too, so this is a warning, not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":

@@ -128,8 +128,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a trace's folder if needed and lock it for the block. If the block raises, folders created here are
-    removed.
+    """Lock a trace's folder for the block, creating it if needed. Folders created here are removed if the block raises.
 
     Raises TraceExists and StorageError.
     """
@@ -341,7 +340,7 @@ def tokenizer_files(store: Store) -> set[str]:
 
 
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
-    """Remove the files that belong to a trace, and folders that this empties."""
+    """Remove the files that belong to a trace, and the folders left empty."""
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
             with contextlib.suppress(OSError):

@@ -70,8 +70,7 @@ class OperatorError:
     num_values: int
     """Number of output values."""
     introduced: float
-    """Root mean square (RMS) of the error that the operator itself introduces, relative to the RMS of the exact result.
-    """
+    """RMS (root mean square) of the error that the operator itself introduces, relative to the exact result's RMS."""
     ratio: float
     """Largest error that the operator introduces, divided by the rounding bound; rounding explains ratios up to 1."""
     seq_id: str

@@ -1,5 +1,4 @@
-"""A trace's Parquet files, whose blocks are verified on read, and the fsspec file system that serves them to DuckDB and
-Arrow.
+"""A trace's Parquet files, verified block by block on read, and the file system that serves them to DuckDB and Arrow.
 
 A file's metadata holds its path and a checksum for each block before the footer; the writer's state holds the footer's
 checksum.
@@ -28,7 +27,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata key. Its value is the base64 of the blocks' XXH3-64 checksums, 8 bytes each; the footer is not a block."""
+"""Metadata key. Its value is the base64 of the 8-byte XXH3-64 checksums of the blocks before the footer."""
 BLOCK_SIZE = b"tim-trace block bytes"
 """Metadata key. Its value is the block size in bytes, 256 KiB by default."""
 IDENTITY = b"tim-trace file"

@@ -32,8 +32,7 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` is on the file system that callers wait for; if empty, nothing is printed. `meanwhile` is called
-        during waits.
+        """`path` names the file system in messages; without it, nothing is printed. `meanwhile` is called during waits.
 
         Raises InvalidOption.
         """

@@ -248,8 +248,8 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with attention masks (nonzero at tokens;
-        padding on either side), or B lists each. Without a mask, every cell of a padded batch counts as a token, and
+        `response_ids` and `prompt_ids` are either [B, T] and [B, P] tensors or arrays with attention masks (nonzero at
+        tokens; padding on either side), or B lists. Without a mask, every cell of a padded batch counts as a token, and
         apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that count
         in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
         to [B] values. All other arguments are one value or [B]; None means not recorded.
@@ -334,9 +334,9 @@ class Recorder:
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
         with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has
         a value; other tokens become NULL. `rows` lists the batch's row numbers in the order of the scores.
-        `policy_version` is the number of optimizer updates that the scoring weights have received. By default,
-        `rollout` takes the version of the sampling weights, and other passes None: staleness then cannot be computed,
-        and `replay` uses the sampling weights and says so.
+        `policy_version` is the number of optimizer updates that the scoring weights have received. The default is the
+        version of the sampling weights for `rollout`, and None for other passes. With None, staleness cannot be
+        computed, and `replay` uses the sampling weights and says so.
 
         `distribution` holds the captured distributions [N, ...] of the rows listed in `captured_rows`: their response
         tokens, concatenated.

@@ -132,9 +132,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer. If none is free, return None; the thread that needs the values then copies
-        them.
-        """
+        """Return a piece of the buffer, or None if none is free; the thread that needs the values then copies them."""
         import torch
 
         with self._lock:

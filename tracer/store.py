@@ -116,9 +116,7 @@ class Store:
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
-        """List the folders of a trace on object storage in parallel, and cache the listings. Local traces need no
-        cache.
-        """
+        """List a remote trace's folders in parallel and cache the listings. Does nothing for a local trace."""
         if self.is_local:
             return
         self.filesystem.invalidate_cache()
@@ -219,7 +217,7 @@ class Store:
         else:
             size = self.file_size(relative)
         if size > MAX_BYTES:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a JSON document of a trace")
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a JSON file of a trace")
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
@@ -376,8 +374,7 @@ class Store:
     ) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; also return a sentence for each one that cannot be read.
 
-        `manifest` is the trace's manifest, if already read; `known_state` is `Index.state`, which knows unchanged
-        states.
+        `manifest` is given if already read; `known_state` is `Index.state`, which knows the unchanged states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]

@@ -65,8 +65,7 @@ class Upload:
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
         """Upload new finished files, and then the states that list them.
 
-        A segment is uploaded only when all of its journals are sealed. Raises StorageError after `tries` attempts at
-        one file.
+        A segment is uploaded once all its journals are sealed. Raises StorageError after `tries` attempts at one file.
         """
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
@@ -109,11 +108,11 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a constant factor since the last index, which bounds its cost."""
+        """True once the number of files has grown by _GROWTH since the last index; this bounds the cost of indexing."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all files but `names` from a folder at the URL, which killed processes left there."""
+        """Remove files that killed processes left in a folder at the URL: all but `names`."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")

@@ -41,7 +41,7 @@ class Part(StrEnum):
     """Optional parts of a recording. An error in one of them ends only that part."""
 
     METRICS = "metrics"
-    OPTIMIZER = "statistics of the optimizer"
+    OPTIMIZER = "optimizer statistics"
     WEIGHTS = "weights"
     ENGINE_WEIGHTS = "the engine's weights"
     TEXTS = "the tokenizer and hyperparameters"

@@ -172,6 +172,6 @@ def test_statistics_that_run_out_of_memory_end_alone(tmp_path, monkeypatch, caps
         for step in (1, 2):
             recorder.add_optimizer(step, made_steps((2, 3)))
             recorder.add_metrics(step, {"loss": 0.5})
-    said = "no longer recorded: statistics of the optimizer (OutOfMemoryError: CUDA out of memory)"
+    said = "no longer recorded: optimizer statistics (OutOfMemoryError: CUDA out of memory)"
     assert capsys.readouterr().err.count(said) == 1
     assert sql(tmp_path / "run", "SELECT step, name FROM metrics ORDER BY ALL").rows == [(1, "loss"), (2, "loss")]

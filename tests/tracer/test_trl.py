@@ -582,7 +582,7 @@ def test_an_error_of_recording_never_takes_training_down():
 def test_a_part_that_fails_ends_alone_and_is_named_once():
     run = train("--break-parts", capture="topk:3")
     parts = (
-        "metrics", "statistics of the optimizer", "weights", "the tokenizer and hyperparameters", "contracts",
+        "metrics", "optimizer statistics", "weights", "the tokenizer and hyperparameters", "contracts",
         "the trainer's distributions",
     )  # fmt: skip
     reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.)"
