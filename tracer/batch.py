@@ -205,7 +205,10 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
         return None
-    for side, run_B, edge_B in (("begin", _runs(cells), cells[:, 0]), ("end", _runs(cells[:, ::-1]), cells[:, -1])):
+    for side, run_B, edge_B in (
+        ("begin", _leading_run_lengths(cells), cells[:, 0]),
+        ("end", _leading_run_lengths(cells[:, ::-1]), cells[:, -1]),
+    ):
         repeats = run_B >= MIN_RUN
         if not repeats.any() or repeats.all():
             continue
@@ -222,7 +225,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     return None
 
 
-def _runs(cells: np.ndarray) -> np.ndarray:
-    """Length of the run of identical cells at the start of each row, [B]."""
+def _leading_run_lengths(cells: np.ndarray) -> np.ndarray:
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

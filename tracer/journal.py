@@ -180,7 +180,6 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
 
 
 def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
-    """Return the end and checksum of the message at `start`; None at the stream's end. Raises ValueError and _Torn."""
     if len(content) - start < _PREFIX.size:
         raise _Torn
     continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])

@@ -289,7 +289,6 @@ class Launcher:
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
-    """Return True if the folder still holds the trace that this recording started or joined."""
     with contextlib.suppress(TimTraceError):
         return Store(folder).manifest().run_id == run_id
     return False

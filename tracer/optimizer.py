@@ -65,7 +65,6 @@ Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
-    """Group the updated tensors into chunks that share a parameter group, device, dtype and step count."""
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:

@@ -235,7 +235,6 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Dtype kinds that can be converted to each target kind."""
 
 
 def _expected_values(dtype: np.dtype) -> str:

@@ -268,7 +268,6 @@ def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: Sealed
 
 
 def _open_now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile:
-    """The footer comes from the index, or else from the file."""
     store, where = snapshot.store, snapshot.store.shown(relative)
     indexed = snapshot.index.footer(relative, record.num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, record.num_bytes)

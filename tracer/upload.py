@@ -43,7 +43,6 @@ class Upload:
         self._sent: dict[str, str | int] = {}
         """Size of each uploaded file, or hash of each uploaded writer's state, by path in the trace."""
         self._num_indexed = 0
-        """Number of uploaded files when the index was last uploaded."""
         self.num_bytes = 0
         """Bytes uploaded so far, including parts of files in progress."""
 

@@ -114,7 +114,6 @@ class VerifiedFile:
 
     @property
     def _gap(self) -> int:
-        """Size of the gap that FileCursor shows before a tail in memory."""
         self._load_checksums()
         return 0 if self._tail is None else _GAP_BYTES
 
@@ -168,7 +167,6 @@ class VerifiedFile:
         return content
 
     def _read_blocks(self, start: int, stop: int) -> bytes:
-        """Read whole blocks from the cache and, with at most one request, from object storage."""
         size = self._block_bytes
         wanted = range(start // size, (stop - 1) // size + 1)
         held = {index: _block_cache.get((self, index)) for index in wanted}

@@ -194,7 +194,6 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Lock the folder's lock file and return its descriptor; without file locks, warn and return None."""
     while True:
         file = None
         try:

@@ -185,7 +185,6 @@ class Worker:
                 self._changed.notify_all()
 
     def _await_device(self, ready: Task) -> float:
-        """Return the time at which the wait ended."""
         try:
             ready()
         finally:

@@ -308,7 +308,6 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Flush files and the state to disk, along with their folders and those of the files `beside`."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
