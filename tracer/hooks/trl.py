@@ -93,7 +93,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes that wrap vLLM, to read the tensors that they gather or send, and the logprobs of a server."""
+    """Hook TRL's vLLM clients, for the tensors that they gather or send and for a server's logprobs."""
 
     def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
