@@ -39,10 +39,10 @@ _NO_OWN = (
 class EngineWeights:
     """Compares the engine's weights with the trainer's, tensor by tensor, within one process.
 
-    Each policy version is compared once, when the engine first samples with it for training. The engine's own copy
-    is read at the first version, then 1, 2, 4, 8, ... versions later, and whenever the tensors sent to the engine
-    differ from the trainer's. Once the copy has differed from what was sent, it is read every time. An error ends
-    this comparison, not the recording.
+    Each policy version is compared once, when the engine first samples with it for training. The engine's own copy is
+    read at the first version, then 1, 2, 4, 8, ... versions later, and whenever the tensors sent to the engine differ
+    from the trainer's. Once the copy has differed from what was sent, it is read every time. An error ends this
+    comparison, not the recording.
     """
 
     def __init__(self, session: Any):

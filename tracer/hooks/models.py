@@ -91,9 +91,8 @@ def _merged(layer: Any, inner: str) -> Any:
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
     """Yield each sent weight that can be found in the engine's model: its name, and the tensor the model holds.
 
-    `shapes` maps names of sent weights to shapes. Fused parameters (qkv, gate and up) are split in the model's
-    order, and vocabulary padding is cut off. Sharded tensors, tensors packed for a kernel and stacked experts are
-    skipped.
+    `shapes` maps names of sent weights to shapes. Fused parameters (qkv, gate and up) are split in the model's order,
+    and vocabulary padding is cut off. Sharded tensors, tensors packed for a kernel and stacked experts are skipped.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}

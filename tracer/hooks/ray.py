@@ -46,8 +46,8 @@ def install(session: Session, module: Any) -> Patches:
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     """Return `ray.init` arguments that add the recording options to every worker's environment.
 
-    Ray rejects a variable that both the submitted job and the program set. So if the job sets PYTHONPATH, the
-    options go into the job's environment instead, which Ray reads from this process's environment.
+    Ray rejects a variable that both the submitted job and the program set. So if the job sets PYTHONPATH, the options
+    go into the job's environment instead, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
