@@ -130,8 +130,6 @@ _REMEDY = "replaying needs weights: record with --weights delta, or pass the run
 
 
 class KeptWeights:
-    """Records a trained model's weights, once per policy version."""
-
     def __init__(self, session: Any):
         self._session = session
         self._is_kept: bool | None = None

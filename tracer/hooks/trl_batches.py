@@ -25,7 +25,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """Names of a scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key added to the trainer's batches: row indices in a shuffled micro-batch, or a packed row's encoded samples."""
+"""Key added to the trainer's batches: row indices, which survive shuffling, or a packed row's encoded samples."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:

@@ -53,8 +53,6 @@ class TrainRows:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """The generation batch in progress."""
-
     split: str
     step: int
     policy_version: int
@@ -129,8 +127,6 @@ _EVALUATED = -1
 
 
 class TrainerState:
-    """State of one trainer between its hooks."""
-
     def __init__(self, session: Session):
         self.generation: Generation | None = None
         self.loss: Loss | None = None

@@ -21,9 +21,9 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, since verl's rejection later removes tokens from the mask."""
+"""Read before advantages are computed, since verl's rejection later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
-"""Columns read after advantages are computed."""
+"""Read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 """RayPPOTrainer's column names, where they differ from the TransferQueue's."""
@@ -216,7 +216,7 @@ class Forwards:
     """Forward passes of an engine call: for each row, the pass, its position and number of rows, and trailing padding."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields the numbers for this process's forward passes."""
+        """`numbers` yields numbers for this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}

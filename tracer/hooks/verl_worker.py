@@ -41,7 +41,7 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """The rows that a worker trains on in one actor update."""
+    """The rows a worker trains on in one actor update."""
 
     batch: Batch
     lengths: np.ndarray

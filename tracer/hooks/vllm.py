@@ -95,8 +95,6 @@ class EngineHooks:
 
 
 class OfflineHooks(EngineHooks):
-    """Hooks around the functions of `LLM`."""
-
     def __init__(self, session: Session):
         super().__init__(session)
         self._arguments: dict[int, dict[str, Any]] = {}

@@ -139,7 +139,7 @@ _NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """Files and options of earlier imports into a trace."""
+    """What earlier imports into a trace have read, and with which options."""
 
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes

@@ -76,7 +76,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """A sample, collected from all ranks' files."""
+    """One sample, from all ranks' files."""
 
     cells: dict[str, Any]
     total: int

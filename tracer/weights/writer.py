@@ -41,7 +41,7 @@ from .layout import layout_of, local_part
 VERSIONS_A_KEYFRAME = 16
 """Versions per segment if many elements change; more while the deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Maximum number of versions per segment."""
+"""Maximum versions per segment."""
 
 FEW = 1 / 8
 """If at most this share of elements changed, sparse changes are stored, else all bits."""
@@ -54,7 +54,7 @@ PINNED_BYTES = 512 << 20
 """Largest version copied through pinned memory; for larger ones, the caller waits."""
 
 ENCODERS = 2
-"""Number of compression threads."""
+"""Compression threads."""
 
 
 ChunkChanges = dict[str, list[Changes]]
@@ -98,7 +98,6 @@ class WeightWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that stopped writing, or None."""
         return self._worker.error
 
     @property
