@@ -19,7 +19,6 @@ CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes a tensor may have been rounded to on its way to the engine."""
 
 _ROW_BYTES = 256
-"""Approximate size of one recorded row."""
 _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Distinct values in an 8-bit dtype; a row with more was not quantised to 8 bits."""

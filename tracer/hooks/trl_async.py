@@ -29,7 +29,6 @@ from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 _REWARDS = "rewards/"
-"""Prefix of rewards among a sample's metrics."""
 
 
 class SampleQueue:

@@ -298,7 +298,6 @@ class TrainerHooks:
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """Return a scoring call's rows if it is the `train` pass, else None."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:

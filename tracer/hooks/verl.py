@@ -164,7 +164,7 @@ class TrainerHooks:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
-            batch.extra_info[UPDATE_KEY] = _told(trainer) | {
+            batch.extra_info[UPDATE_KEY] = _next_update(trainer) | {
                 "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)})
             }
         try:
@@ -208,7 +208,7 @@ class TrainerHooks:
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
-            told = _told(trainer)
+            told = _next_update(trainer)
             ride_along(batch, told | {"keys": [row.key for row in rows]})
             self._is_last = self._flushes and told["is_last"]
         try:
@@ -323,7 +323,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
     return sorted(found)
 
 
-def _told(trainer: Any) -> dict[str, Any]:
+def _next_update(trainer: Any) -> dict[str, Any]:
     """Describe the next actor update for the workers."""
     progress = progress_of(trainer)
     return {

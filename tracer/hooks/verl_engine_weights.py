@@ -131,7 +131,7 @@ def install(session: Session, module: Any) -> None:
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write digests to a file. Every vLLM worker runs this, but only rank 0 writes."""
+    """Every vLLM worker runs this, but only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -149,7 +149,6 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Return why a worker's engine cannot be compared; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)

@@ -101,7 +101,6 @@ class WorkerHooks:
         """Forward passes in the training engine's current call; None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Numbers of this process's forward passes."""
 
     def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Fetch an update's rows from the TransferQueue, and number them."""

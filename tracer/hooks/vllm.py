@@ -161,7 +161,6 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return, for each prompt, whether its distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:

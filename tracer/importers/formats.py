@@ -73,7 +73,6 @@ def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 
 
 def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a line into one row per list element; a line without lists is one row."""
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     if not lists:
         return [dict(record)]

@@ -165,7 +165,7 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
+                f"{output}: was imported with {_shown_options(found)}, but now {_shown_options(options)} was given; give the same "
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
@@ -220,7 +220,7 @@ def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None
     return folder
 
 
-def _told(options: Mapping[str, str]) -> str:
+def _shown_options(options: Mapping[str, str]) -> str:
     return " ".join(f"--{name} {value}" for name, value in options.items() if value) or "no options"
 
 

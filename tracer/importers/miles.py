@@ -76,8 +76,6 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """One sample, from all ranks' files."""
-
     cells: dict[str, Any]
     total: int
     """Prompt and response tokens."""

@@ -95,7 +95,6 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
 
 
 def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], where: str) -> None:
-    """Raise ImportFailed unless each file has the required columns, and at least one file has logprobs."""
     some = any(files.values())
     for file, columns in names.items():
         if some and not files[file]:

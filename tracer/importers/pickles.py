@@ -181,7 +181,6 @@ class _Machine:
                 owed = 0
 
     def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
-        """Push a run of numbers onto the stack, and return the position of the next opcode."""
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError

@@ -23,7 +23,6 @@ SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    """Return True if the folder's first response has this key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
         return False

@@ -265,8 +265,6 @@ def open_import(
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """One pass's scores, still to be recorded."""
-
     batch: Batch
     columns: Columns
     rows: np.ndarray

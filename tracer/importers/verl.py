@@ -105,7 +105,6 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a DataProto's columns, and its meta_info."""
     found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:

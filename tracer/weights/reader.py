@@ -263,7 +263,6 @@ class WeightReader:
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
-        """Return the [C] bits of one chunk."""
         key, path = (record.segment, dtype, index), self._path(record)
         held = self._held.pop(key, None)
         chunk_C = None if held is None else self._moved(*held, path, dtype, index)
