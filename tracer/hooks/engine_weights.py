@@ -23,7 +23,7 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Distinct values in an 8-bit dtype; a row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""The copy counts as coarsely rounded if the original has at least this many times its distinct values per row."""
+"""A copy is coarsely rounded if its original has at least this many times as many distinct values per row."""
 _MIN_COSINE_SCORE = 6.0
 """Minimum cosine between copy and original, in standard deviations for unrelated rows."""
 

@@ -100,8 +100,8 @@ def async_contract(
 ) -> Contract:
     """Return the settings behind the serving engine's logprobs, except those that may differ between requests.
 
-    The engine runs in other processes, so its kernels are unknown. `model_patches` are the calls with which the caller
-    changed its model.
+    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the caller's changes to its
+    model.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
