@@ -1,4 +1,4 @@
-"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to the caller's request."""
+"""Engine calls: request the logprobs to record, and hand the caller only those it asked for."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""Value of `max_logprobs` above any vocabulary size; -1 (no limit) would disable other engine features."""
+"""`max_logprobs` above any vocabulary size. vLLM's own "no limit", -1, turns other engine features off."""
 
 DELTA = "DELTA"
-"""The vLLM output kind that returns only new tokens. Flat logprobs are lost if vLLM joins waiting outputs."""
+"""vLLM's output kind that streams only new tokens. vLLM loses flat logprobs when it merges such outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """The logprobs and output options that the caller set for one request."""
+    """What the caller asked for in one request, before recording added to it."""
 
     params: Any
     changed: bool
-    """True if recording requests more from the engine than the caller did."""
+    """True if recording asks the engine for more than the caller did."""
     captured: bool
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return `params`, or a copy that also requests the logprobs to record, with distributions for `capture`."""
+    """Return `params`, or a copy that also requests the logprobs to record, and distributions for `capture`."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
@@ -47,14 +47,14 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` that the engine needs to capture distributions; at least `given`."""
+    """Return the `max_logprobs` that the engine needs for this capture, never below `given`."""
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Reduce a completion's logprobs to those that the caller requested, and return the engine's full logprobs."""
+    """Strip a completion to the logprobs the caller requested, in place; return the engine's full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -64,17 +64,16 @@ def cut_down(completion: Any, requested: Requested) -> Any:
 
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
-    """Return the logprob of each sampled token; NaN stays NaN."""
+    """Return each sampled token's logprob; NaN stays NaN."""
     if hasattr(logprobs, "start_indices"):  # in vLLM's flat container, the sampled token comes first at each position
         return [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return the captured arrays of one completion: the top K with the tail's mass, or logprobs over the full
-    vocabulary.
+    """Return one completion's distributions: top K plus tail mass, or logprobs over the full vocabulary.
 
-    The tail's mass is 1 minus the sum of K float32 probabilities, accurate to about 1e-7; the log of a smaller mass is
+    The tail mass, 1 minus the sum of K float32 probabilities, is accurate to about 1e-7; a smaller tail may become
     -inf.
     """
     if logprobs is None or not len(logprobs):
@@ -93,10 +92,10 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank; a sampled token outside the top K is left out."""
+    """Return ids [T, K] int32 and logprobs [T, K] float32 in rank order, without sampled tokens outside the top K."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # At flat positions that vLLM joined from several outputs, the sampled token occurs only once, at its rank.
+        # Where vLLM merged several outputs, a flat position lists the sampled token only once, at its rank.
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
@@ -112,13 +111,13 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Return the logprobs that the caller requested, taken from the engine's, in the requested container."""
+    """Cut the engine's logprobs down to what the caller requested, in the container it requested."""
     most = requested.params.logprobs
     if most is None or logprobs is None:
         return None
     kept, limit = [], math.inf if most < 0 else most
     for position, token in zip(logprobs, token_ids, strict=True):
-        # The sampled token comes first, whatever its rank, as in results of the engine without hooks.
+        # As in vLLM's own results, the sampled token comes first, whatever its rank.
         entries = {token: position[token]}
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
             if entry.rank <= limit:
@@ -137,17 +136,14 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """The completions returned by one engine call, grouped by prompt.
-
-    Shapes: B completions, N response tokens in all selected completions.
-    """
+    """Completions returned by one engine call, grouped by prompt. Shapes: B completions."""
 
     outputs: Sequence[Any]
     """vLLM's RequestOutputs, in prompt order."""
     requested: Sequence[Requested]
-    """The caller's own logprob and output options, one entry per prompt."""
+    """One per prompt."""
     given: list[Any] | None
-    """[B] logprobs of each completion as the engine returned them; None if the caller received the same logprobs."""
+    """[B] logprobs as the engine returned them; None if the caller received the same ones."""
     capture: Capture
 
     @property
@@ -161,21 +157,20 @@ class EngineCall:
 
     @property
     def lengths(self) -> list[int]:
-        """[B] number of response tokens in each completion."""
+        """[B] response length in tokens."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """[B] finish reasons reported by vLLM."""
         return [completion.finish_reason for completion in self.completions]
 
     @property
     def engine_logprobs(self) -> list[Any]:
-        """[B] logprobs in vLLM's own containers; None for a completion without logprobs."""
+        """[B] logprobs in vLLM's own containers; None if a completion has none."""
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:
-        """Return the sampled tokens' logprobs, one list per completion; None for a completion without logprobs."""
+        """Return each completion's sampled logprobs; None if the engine returned none."""
         return [
             None if given is None else sampled_logprobs(given, completion.token_ids)
             for completion, given in zip(self.completions, self.engine_logprobs, strict=True)
@@ -187,7 +182,7 @@ class EngineCall:
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Return the distributions of the given completions, concatenated; None if no completion has a distribution."""
+        """Concatenate these completions' distributions; None if they have none."""
         given = [distribution(self.engine_logprobs[row], self.capture) for row in rows]
         parts = [part for part in given if part is not None]
         if not parts:
@@ -196,7 +191,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences of a step, with the rollout pass. `names` has one name per prompt."""
+        """Record the completions as a step's sequences with their rollout pass. `names` holds one name per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

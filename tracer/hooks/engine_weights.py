@@ -1,4 +1,4 @@
-"""Compare the engine's weights with the trainer's, by digests of the weights held, sent and received."""
+"""Compare the engine's weights with the trainer's, using digests of what each holds and of what was sent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes that a tensor may have been rounded to on its way from the trainer to the engine."""
+"""dtypes a tensor may have been rounded to on its way to the engine."""
 
 _ROW_BYTES = 256
-"""Approximate size of one tensor's recorded comparison, in bytes."""
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
+"""Distinct values in an 8-bit dtype; a row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Ratio of distinct values per row, original to copy, at which the copy counts as coarsely rounded."""
+"""A copy is coarsely rounded if its original has at least this many times as many distinct values per row."""
 _MIN_COSINE_SCORE = 6.0
-"""Cosine between copy and original, in standard deviations for random rows, above which the copy counts as rounded."""
+"""Minimum cosine between copy and original, in standard deviations for unrelated rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -39,10 +38,10 @@ _NO_OWN = (
 class EngineWeights:
     """Compares the engine's weights with the trainer's, tensor by tensor, within one process.
 
-    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read at
-    the first version, then after 1, 2, 4, 8, ... further versions, and whenever the tensors sent to the engine differ
-    from the trainer's. Once the copy has differed from the tensors sent, it is read at every version. An error ends
-    only this comparison, not the recording.
+    Each policy version is compared once, when the engine first samples with it for training. The engine's own copy is
+    read at the first version, then 1, 2, 4, 8, ... versions later, and whenever the tensors sent to the engine differ
+    from the trainer's. Once the copy has differed from what was sent, it is read every time. An error ends this
+    comparison, not the recording.
     """
 
     def __init__(self, session: Any):
@@ -56,7 +55,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all digests and versions when another training run starts, but keep the engine."""
+        """Forget digests and versions, but keep the engine, because another training run starts."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -81,7 +80,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
+        """From now on, take digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():
@@ -109,7 +108,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors unchanged; the digest of each is taken before the engine receives it."""
+        """Yield tensors unchanged, taking each one's digest before the engine receives it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -120,7 +119,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered from a sharded trainer unchanged; their digests count as the trainer's."""
+        """Yield tensors gathered from a sharded trainer unchanged, taking their digests as the trainer's."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -128,7 +127,6 @@ class EngineWeights:
             yield name, tensor
 
     def _take(self, name: str, tensor: Any) -> None:
-        """Start computing the digest of a tensor that the trainer holds."""
         self._shapes[name] = tuple(tensor.shape)
         self._own[name] = digest(tensor, self._dtype, self._device)
 
@@ -153,7 +151,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison for the current policy version once, when the engine first samples with it."""
+        """Record the comparison once per policy version, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -185,14 +183,13 @@ class EngineWeights:
         return columns | {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the weights that the engine holds; empty if they need not be read at this version."""
+        """Return digests of the engine's own copy; empty if it is not due at this version."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
 
     def _is_due(self, own: dict[str, int]) -> bool:
-        """Return True if the engine's own copy must be read at this version."""
         is_power = self._num_told & (self._num_told - 1) <= 0
         self._num_told += 1
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
@@ -201,7 +198,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return what tensors that differ only by rounding were rounded to: a dtype or `N values` per row."""
+        """For tensors that differ only by rounding, return what they were rounded to: a dtype, or `N values` per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -222,12 +219,12 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Read all digests from the device, and return them as integers by tensor name."""
+    """Fetch digests from the device, as integers by tensor name."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values in a row of `coarse`; None if it is not a rounded copy of `own`."""
+    """Return the most distinct values in any row of `coarse`; None if it is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -1,4 +1,4 @@
-"""A trained model: its identity, the settings behind its numerics, and the tensors that are recorded, sent or held."""
+"""Read a trained model: its identity, the settings its numerics depend on, and the tensors to record or compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model (cached) without accelerate's wrappers but with FSDP1's, which holds the parameters."""
+    """Unwrap the trained model, except from FSDP1's wrapper, which holds the parameters. Cached."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -29,7 +29,7 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Return True if none of a model's tensors is sharded, so that this process holds each one in full."""
+    """Return True if no tensor is sharded, so this process holds each one in full."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
@@ -53,7 +53,7 @@ def is_quantised(parameter: Any) -> bool:
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield each tensor's name, the tensor, and the tensor without its adapter (None if no adapter changes it).
 
-    Quantised tensors are skipped. PEFT's own code merges the adapter, in a temporary copy of the layer.
+    Quantised tensors are skipped. PEFT itself merges the adapter, in a temporary copy of the layer.
     """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
@@ -69,7 +69,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return all layers whose adapter is not currently merged, by name."""
+    """Return the layers with an unmerged adapter, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
@@ -89,12 +89,10 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each sent weight that is found among the model's parameters, and the tensor that the model
-    holds for it.
+    """Yield each sent weight that can be found in the engine's model: its name, and the tensor the model holds.
 
-    `shapes` maps the name of each sent weight to its shape. A fused parameter (qkv, gate and up) is split in the
-    model's order, and vocabulary padding is cut off. Tensors that are sharded, packed for a kernel, or stacked as
-    experts are left out.
+    `shapes` maps names of sent weights to shapes. Fused parameters (qkv, gate and up) are split in the model's order,
+    and vocabulary padding is cut off. Sharded tensors, tensors packed for a kernel and stacked experts are skipped.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
@@ -121,10 +119,10 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """Return the vLLM model's own name for a tensor, as mapped from its name in transformers checkpoints."""
+    """Map a name in a transformers checkpoint to the vLLM model's name."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
+    # Mappers that stack parameters return the fused name, but the lookup needs the separate ones.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 
@@ -132,15 +130,13 @@ _REMEDY = "replaying needs weights: record with --weights delta, or pass the run
 
 
 class KeptWeights:
-    """Records a trained model's weights, once per policy version."""
-
     def __init__(self, session: Any):
         self._session = session
         self._is_kept: bool | None = None
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version once. The first process (`is_first`) also records tensors that are not sharded."""
+        """Record a policy version once. Only the first process (`is_first`) records unsharded tensors."""
         if self._version == version:
             return
         self._version = version
@@ -151,7 +147,7 @@ class KeptWeights:
 
 
 def keeps_weights(session: Any, model: Any) -> bool:
-    """Return True if this run's weights are recorded; otherwise note the reason."""
+    """Decide whether this run's weights are recorded; if not, note why."""
     order = session.order
     if order.weights == "none":
         return False
@@ -170,7 +166,7 @@ def keeps_weights(session: Any, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return this process's shards and, in the first process, the tensors that are not sharded."""
+    """Return this process's shards; in the first process, the unsharded tensors as well."""
     tensors = model_tensors(model).items()
     return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
@@ -185,7 +181,7 @@ def _problem(model: Any) -> str | None:
 
 
 def numerics(model: Any) -> dict[str, Any]:
-    """Return a model's class, dtypes, FSDP casts, attention, experts, quantization and adapters."""
+    """Return the properties of a model that can change its logprobs."""
     return {
         "class": class_path(model),
         "dtypes": dtypes(model),
@@ -199,12 +195,9 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return the dtypes that FSDP's mixed precision casts to in a forward pass.
+    """Return the dtypes that FSDP's mixed precision casts to: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
 
-    The keys are `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
-
-    Casts that are not configured are left out, so the result is empty for a model without FSDP. Autocast is separate
-    and not included.
+    Only configured casts are included, so the result is empty without FSDP. Autocast is separate.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -216,7 +209,7 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """Return the module and name of a model's class; FSDP1's wrapper and FSDP2's subclass are ignored."""
+    """Return the dotted path of a model's class, ignoring FSDP1's wrapper and FSDP2's subclass."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -224,7 +217,7 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Return the number of the model's parameters of each dtype."""
+    """Count parameters by dtype."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
@@ -232,7 +225,7 @@ def dtypes(model: Any) -> dict[str, int]:
 
 
 def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's identity: the given name and config, its class, and the number and dtypes of its parameters."""
+    """Return a model's identity, as stored in the trace."""
     counts = dtypes(model)
     return {
         "name": name,
@@ -244,7 +237,7 @@ def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[s
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Return the identity of the run's tokenizer, with a hash of its whole definition."""
+    """Identify a tokenizer, with a hash of its full definition (None without a fast backend)."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

@@ -10,9 +10,9 @@ from typing import Any
 
 _MISSING = object()
 Original = Callable[..., Any]
-"""A library's function, as it was before it was wrapped."""
+"""A library function, as it was before wrapping."""
 Points = Mapping[str, tuple[str, str]]
-"""Library functions, each with the method that hooks it and the data recorded from its calls."""
+"""By library function: the method that hooks it, and the data recorded from its calls."""
 
 
 class Patches:
@@ -35,24 +35,24 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # The wrapper of a coroutine function must be a coroutine function too, since Ray checks for it.
+        # Ray checks for coroutine functions, so the wrapper of one must be one too.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
     def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        """Wrap several functions of an owner, and return the names of missing ones."""
+        """Wrap several functions; return the names of missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap functions of a class with methods of `hooks`; return the data lost with each missing function."""
+        """Wrap functions of a class with methods of `hooks`; return the data lost by each missing function."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
-        """The owner and the name of every wrapped function."""
+        """(owner, name) of every wrapped function."""
         return [(owner, name) for owner, name, _ in self._originals]
 
     def restore(self) -> None:
@@ -62,7 +62,7 @@ class Patches:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute within the block; afterwards, restore the previous value, which may be an inherited one."""
+    """Set an attribute within the block, then restore the previous value, inherited or not."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -79,7 +79,7 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, including those in **kwargs, but without `self`. Raises TypeError."""
+    """Bind a call's arguments by name, with **kwargs unpacked and `self` dropped. Raises TypeError."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -98,17 +98,15 @@ TESTED: Mapping[str, Sequence[str]] = {
 
 
 def untested(library: str, version: str) -> bool:
-    """Return True if this version of a library belongs to an untested release."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
 
 
 def tested_releases(library: str) -> str:
-    """Return a library's tested releases as text for a sentence."""
     return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence about an untested release or `missing` functions (the data they supply, by name), else None."""
+    """Describe an untested release or missing functions, if any; `missing` maps a function to the data it supplies."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

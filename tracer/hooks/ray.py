@@ -13,7 +13,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable through which `ray job submit` passes the job's runtime environment to its entrypoint."""
+"""Variable in which `ray job submit` hands the job's runtime environment to its entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -32,8 +32,7 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # The variables added by recording may be the cause. Retry without them, so that the program gets Ray's
-            # answer to its own arguments.
+            # Our variables may be the cause. Retry without them, so the program gets Ray's answer to its own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
@@ -45,10 +44,10 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
-    """Return the arguments of `ray.init`, with the recording options added to every worker's environment.
+    """Return `ray.init` arguments that add the recording options to every worker's environment.
 
-    Ray rejects a variable set in the runtime environments of both the submitted job and the program. So if the job sets
-    PYTHONPATH, the options are added to the job's environment, which Ray reads from this process's environment.
+    Ray rejects a variable that both the submitted job and the program set. So if the job sets PYTHONPATH, the options
+    go into the job's environment instead, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
@@ -61,7 +60,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a runtime environment with the recording options; BOOTSTRAP comes first on its PYTHONPATH."""
+    """Add the recording options to a runtime environment, with BOOTSTRAP first on its PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

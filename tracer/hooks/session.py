@@ -1,6 +1,6 @@
 """Turn on recording in a process started by `tim-trace record`, and keep its state.
 
-This file imports little, since it runs whenever Python starts. A recorder is opened once there is something to record.
+This runs whenever Python starts, so it imports little and opens a recorder only when there is something to record.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable through which `tim-trace record` passes recording options to its child processes."""
+"""Variable in which `tim-trace record` hands recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
-"""Folder that comes first on PYTHONPATH in every recorded process."""
+"""First folder on PYTHONPATH in every recorded process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +41,27 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the folder in which the trace is recorded."""
+    """Absolute path of the trace."""
     session: str = ""
-    """Identifier of the recording to which a process belongs."""
+    """Identifies the recording that a process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
-    """`delta`, `none`, or `auto`: `delta` for a model of at most `weights_below` bytes, `none` for a larger one."""
+    """`delta`, `none`, or `auto`: `delta` for models up to `weights_below` bytes, `none` for larger ones."""
     weights_below: int = 500_000_000
     routing: bool = False
-    """True if the router choices of a mixture of experts are recorded."""
+    """Record the router choices of mixture-of-experts models."""
     engine_weights: str = "given"
     """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Maximum time to wait for an unresponsive file system, in seconds; after that, recording stops."""
+    """Seconds to wait for an unresponsive file system before recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls) -> Order | None:
-        """Return the recording options that this process was started with; None if it is not being recorded."""
+        """Return this process's options; None if it is not being recorded."""
         text = os.environ.get(ENVIRONMENT)
         return cls(**json.loads(text)) if text else None
 
@@ -80,9 +80,9 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """True if a trainer records the samples that engines in this process generate."""
+        """True while a trainer records the samples that this process's engines generate."""
         self.num_engine_steps = 0
-        """Number of the last step of engines without a trainer; 0 before the first step."""
+        """Last step of engines without a trainer; 0 before the first one."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -92,18 +92,17 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Error after which the trace is no longer written: it could not be opened, or its file system stalled."""
+        """Why the trace is no longer written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
-        """True as long as this process is recording."""
         is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
         return is_open and self._over is None
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder. A forked child gets its own recorder."""
+        """This process's recorder, opened on first use. A forked child opens its own."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -124,7 +123,6 @@ class Session:
 
     @property
     def engine_weights(self) -> Any:
-        """Comparison of the engine's weights with the trainer's in this process."""
         if self._engine_weights is None:
             from .engine_weights import EngineWeights
 
@@ -132,12 +130,12 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Return the step number for the next call, or next wave of requests, to an engine without a trainer."""
+        """Number the next call, or the next wave of requests, to an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another attempt: this process's earlier records are sealed, and later ones go to a new writer."""
+        """Begin another attempt: seal this process's records, and send later ones to a new writer."""
         with self.guard("the start of a training run"):
             self.engine_weights.restart()
             from ..liveness import next_attempt
@@ -150,7 +148,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal everything recorded so far, so that other processes can read it. Later records go to a new writer."""
+        """Seal everything recorded so far, so other processes can read it; later records go to a new writer."""
         with self.guard("the data recorded so far"):
             self._seal()
 
@@ -192,7 +190,7 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records one part, and return its result; None once recording of that part has ended."""
+        """Run a function that records one part, and return its result; None once that part has ended."""
         if not self.is_recording:
             return None
         with self.guard(part):
@@ -207,7 +205,6 @@ class Session:
         return None
 
     def stop(self, what: str, error: Exception) -> None:
-        """End this process's recording, and report the reason."""
         if isinstance(error, StorageStalled):
             self._over = error
         if self._over is not None:
@@ -223,20 +220,19 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Report what is not recorded and why, in a sentence that is printed once and stored in the trace."""
+        """Print a sentence about data that is not recorded, once, and store it in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
                 self.recorder.writer.note(sentence)
 
     def tell(self, sentence: str) -> None:
-        """Print a sentence on stderr, unless it has already been printed."""
+        """Print a sentence on stderr, once."""
         if sentence not in self._told:
             self._told.add(sentence)
             say(sentence)
 
     def close(self) -> None:
-        """Seal this process's records."""
         if self._recorder is not None and self._pid == os.getpid():
             self._account()
             with self.guard("the end of the process"):
@@ -270,7 +266,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""For each module, a file in this package and the function in it that hooks the module once it is imported."""
+"""By module: the file in this package, and the function in it, that hook the module on import."""
 
 
 def activate() -> Session | None:

@@ -31,7 +31,6 @@ class TrainerClasses:
         self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
-        """True once weight transfers to the engine are hooked."""
 
     def init(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):
@@ -93,7 +92,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes that wrap vLLM, to read the tensors that they gather or send, and the logprobs of a server."""
+    """Hook TRL's vLLM clients, for the tensors that they gather or send and for a server's logprobs."""
 
     def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))

@@ -29,18 +29,16 @@ from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 _REWARDS = "rewards/"
-"""Prefix that marks rewards among the names of a sample's metrics."""
 
 
 class SampleQueue:
-    """Wraps a trainer's sample queue, and remembers which version of the weights generated each sample."""
+    """Wraps a trainer's sample queue to remember which version of the weights generated each sample."""
 
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
         self._versions: dict[int, int] = {}
         self.num_packed = 0
-        """Number of samples already packed into rows."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -65,7 +63,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """For each trainer, the number of optimizer updates in the engine's weights, by the weights' version number."""
+        """By trainer and weight version: the number of optimizer updates in those weights."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -115,7 +113,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Store the number of optimizer updates in the weights that the engine receives."""
+        """Remember how many optimizer updates are in the weights that the engine receives."""
         # An adapter that is sent to the engine as a file has no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
@@ -210,7 +208,7 @@ class AsyncTrainerHooks(TrainerHooks):
         self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
         entropy: Any = None, version: int | None = None,
     ) -> None:  # fmt: skip
-        """Record a pass's values for each loss term. `version` is the trainer's policy version; None for the engine."""
+        """Record one value per loss term. `version` is the trainer's policy version; None for the engine."""
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -227,7 +225,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Return an [S, T] array with each loss term's value at its token's position in the response, and 0 elsewhere."""
+    """Scatter loss terms to their tokens' positions in the responses, [S, T]; 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

@@ -1,6 +1,6 @@
 """Read a TRL trainer's batches: the pass of each scoring call, the rows of each loss, rewards and finish reasons.
 
-A packed row's samples are encoded as bytes in the batch, so that they reach the process that trains on the row.
+A packed row's samples travel in the batch as bytes, to reach the process that trains on the row.
 
 Shapes: B rows in one process's generation batch, T padded response width, F reward functions, R packed rows (one per
 process), L length of the longest encoded row in bytes.
@@ -25,11 +25,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """Names of a scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key added to the trainer's batches: row indices in a shuffled micro-batch, or a packed row's encoded samples."""
+"""Key added to the trainer's batches: row indices, which survive shuffling, or a packed row's encoded samples."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return scoring calls with their passes, identified by the output's tensors or, for RLOO, by the calls' order."""
+    """Name each scoring call's pass, by the output tensor it produced or, for RLOO, by the order of calls."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -73,7 +73,7 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return a host tensor [B, 2]: the recorded batch's index, and each row's index in that batch."""
+    """Return a host tensor [B, 2]: the batch's index, and each row's index in the batch."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
@@ -93,7 +93,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the engine call that returned exactly this batch's rows; None unless there is exactly one such call."""
+    """Return the batch's engine call; None unless a single call returned exactly the batch's rows."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -101,7 +101,7 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs from `_generate` or from a server call with exactly this batch, else None."""
+    """Return sampled logprobs from `_generate`, or from a single server call for exactly this batch; else None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -121,24 +121,24 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return each response's finish reason, from its last token; None if that token or the end tokens are unknown."""
+    """Infer finish reasons from last tokens; None if a token or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
 
 def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Return the [B, width] attention mask for right-padded rows."""
+    """Attention mask [B, width] of right-padded rows."""
     return np.arange(width)[None, :] < lengths[:, None]
 
 
 def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Return the [B, width] attention mask for left-padded rows."""
+    """Attention mask [B, width] of left-padded rows."""
     return np.arange(width)[None, :] >= width - lengths[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """One of the samples in a packed row."""
+    """One sample in a packed row."""
 
     name: str
     group: str | None
@@ -146,33 +146,33 @@ class PackedSample:
     """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """This sample's rewards by reward function, and the trainer's weighted sum as `reward`; may be empty."""
+    """By reward function, with the trainer's weighted sum as `reward`; may be empty."""
     ids: np.ndarray
-    """[tokens] int32 ids of the prompt's and the response's tokens."""
+    """[tokens] int32, prompt and response."""
     mask: np.ndarray
     """[tokens] uint8: 1 where the token counts in the loss."""
 
     @property
     def first(self) -> int:
-        """Index of the first response token: the first token that counts in the loss."""
+        """Index of the first response token, which is the first that counts in the loss."""
         counted = self.counted
         return int(counted[0]) if len(counted) else len(self.ids)
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of tokens that have a term in the loss. Token 0 never has one, since no earlier token predicts it."""
+        """Indices of tokens with a loss term. Token 0 never has one, since no earlier token predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A packed row's samples, in the loss's order. Shapes: S samples, T longest response, M terms in the loss."""
+    """A packed row's samples, in loss order. Shapes: S samples, T longest response, M terms in the loss."""
 
     samples: Sequence[PackedSample]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] number of response tokens in each sample."""
+        """[S] response lengths in tokens."""
         return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
 
     @cached_property
@@ -184,14 +184,14 @@ class PackedRow:
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[S, T] bool: True for response tokens that have a term in the loss."""
+        """[S, T] bool: True for response tokens with a loss term."""
         scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
         scored[self.terms] = True
         return scored
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L], which the trainer's processes decode."""
+    """Encode rows as a uint8 tensor [R, L], padded at the end."""
     import torch
 
     encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]
@@ -200,5 +200,5 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode a row's samples from the bytes that `to_bytes` returned; padding may follow the bytes."""
+    """Decode one row of `to_bytes`; unpickling ignores the padding."""
     return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))

@@ -1,8 +1,8 @@
-"""Names in TRL's releases that recording depends on, the data lost if one is missing, and the recorded trainers.
+"""The names in TRL that recording depends on, and the data lost if one is missing.
 
-Code that reads a trainer looks names up here. If TRL renames an attribute, only that attribute's values are lost, and a
-note says so. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
-classes, and unsloth and ms-swift generate and copy them.
+Hooks look all names up here. If TRL renames an attribute, only that attribute's values are lost, and a note says so. A
+trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass them, and unsloth and
+ms-swift generate and copy them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ POINTS = {
     "_maybe_log_save_evaluate": "learning rate and grad norm of every step, optimizer statistics",
     "log": "logged metrics",
 }
-"""Functions that a recorded trainer may lack, each with the data recorded from its calls."""
+"""Functions that a trainer may lack, and the data recorded from each."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions that a trainer must have for its sequences to be recorded."""
 
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions that identify a trainer with a sample queue, such as AsyncGRPOTrainer."""
+"""Functions that only trainers with a sample queue have, such as AsyncGRPOTrainer."""
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """Required keys in the result of `_generate_and_score_completions`."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules that define TRL's classes that wrap vLLM. The last one exists only in releases before 0.28."""
+"""Modules with TRL's vLLM clients. The last one exists only before 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Attribute:
     """A value read from a trainer."""
 
     gives: str
-    """Data that is not recorded if none of the paths exists."""
+    """Data that is not recorded without it."""
     paths: tuple[str, ...]
-    """Dotted attribute paths from the trainer, the newest release's path first."""
+    """Dotted paths from the trainer, newest release first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return attribute paths to a tokenizer's token, for TRL 1.3 and newer, older TRL, and an image processor."""
+    """Return paths to a tokenizer's token in TRL 1.3 and newer, in older TRL, and in an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -65,13 +65,13 @@ SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
-"""Attributes read from every trainer."""
+"""Read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from a trainer that generates its own samples; queued samples come with their rewards."""
+"""Read from trainers that generate their own samples; queued samples come with their rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first of an attribute's paths that exists; None if no path exists."""
+    """Return the value at the first path that exists, or None."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -82,7 +82,7 @@ def find(trainer: Any, attribute: Attribute) -> Any:
 
 
 def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    """Yield, for each attribute that the trainer lacks, a sentence about the data that is not recorded."""
+    """Yield a sentence for each attribute that the trainer lacks, saying what is not recorded."""
     for attribute in attributes:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
@@ -95,20 +95,20 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's classes with this name that wrap vLLM, from the modules already imported."""
+    """Return TRL's vLLM clients of this name, from modules already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 
 
 def fused_lm_head() -> str | None:
-    """Return the function with which TRL 1.15 and newer, and a replay, add a fused head to the model."""
+    """Return the function that adds a fused head to the model (TRL 1.15 and newer). A replay calls it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Return the sampled logprobs in the result of `_generate`, for TRL before 0.28; one list per response."""
+    """Find sampled logprobs in the result of `_generate` (TRL before 0.28): one list per response."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))
@@ -126,17 +126,17 @@ def name_of(trainer_class: type) -> str:
 
 
 def trl_version() -> str | None:
-    """Return the version of TRL imported in this process; None without TRL."""
+    """Return the version of TRL, if it has been imported."""
     return getattr(sys.modules.get("trl"), "__version__", None)
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    """Return True if trainers of this class train on samples from a queue that is filled while they train."""
+    """Return True if this class trains on a queue that is filled while it trains."""
     return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Return the reason why trainers of a class are not recorded; None if they are recorded."""
+    """Return why trainers of this class are not recorded; None if they are."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
@@ -144,7 +144,7 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Return the reason why the result of a trainer's generation function cannot be recorded; None if it can."""
+    """Return why this result of the generation function cannot be recorded; None if it can."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
@@ -166,7 +166,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence about a trainer class that defines its own loss; None if the loss is TRL's."""
+    """Return a note if a trainer class overrides TRL's loss, else None."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

@@ -25,12 +25,12 @@ from .session import Session
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One call of the trainer's scoring function."""
+    """One call to the trainer's scoring function."""
 
     logprobs: Any
-    """[rows, T] tensor of logprobs, nats."""
+    """[rows, T] tensor, nats."""
     entropy: Any
-    """[rows, T] tensor of entropies, or None if the call returned none."""
+    """[rows, T] tensor; None if the call returned none."""
     is_reference: bool
     rows_a_forward: int
     distribution: Distribution | None = None
@@ -48,14 +48,11 @@ class TrainRows:
     response_lengths: np.ndarray
 
     def take(self, rows: np.ndarray) -> TrainRows:
-        """Select some rows."""
         return TrainRows(self.captured[rows], self.prompt_lengths[rows], self.response_lengths[rows])
 
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """The generation batch in progress."""
-
     split: str
     step: int
     policy_version: int
@@ -70,15 +67,15 @@ class Generation:
     returned: Any = ()
     """Return value of the trainer's `_generate`."""
     rewards_per_func: Any = None
-    """Tensor [rows in all processes, F] of rewards."""
+    """[rows in all processes, F] tensor."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from server calls in which the trainer requested no logprobs: lists [B][T][1], nats, None for NaN."""
+    """From server calls for which the trainer requested no logprobs: lists [B][T][1], nats, None for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
-        """The batch's rows; None before they are generated."""
+        """None before the rows are generated."""
         if self.prompt_lengths is None or self.response_lengths is None:
             return None
         return TrainRows(self.captured, self.prompt_lengths, self.response_lengths)
@@ -86,7 +83,7 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A generation batch that has been recorded, kept for the losses computed from it."""
+    """A recorded generation batch, kept for the losses computed from it."""
 
     batch: Batch
     policy_version: int
@@ -99,7 +96,7 @@ class Recorded:
     """True if the trainer may mask whole rows out of attention; such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the given rows' forward passes, with `rows_a_forward` rows per pass and ids from `first_id`."""
+        """Return these rows' forward passes: `rows_a_forward` rows in each, numbered from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         return Forward(
@@ -113,25 +110,23 @@ class Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
-    """The loss that is being computed."""
+    """The loss being computed."""
 
     recorded: Recorded
     rows: np.ndarray
-    """Indices of the loss's rows in the generation batch, in the loss's order."""
+    """Indices into the generation batch, in the loss's order."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
 
 _KEPT_BATCHES = 4
-"""Number of generation batches kept for later losses."""
+"""Generation batches kept for later losses."""
 
 _EVALUATED = -1
-"""Index under which the newest evaluation batch is kept, in addition to the training batches."""
+"""Index of the newest evaluation batch, which is kept alongside the training batches."""
 
 
 class TrainerState:
-    """State of one trainer between its hooks."""
-
     def __init__(self, session: Session):
         self.generation: Generation | None = None
         self.loss: Loss | None = None
@@ -139,17 +134,17 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Number of forward passes recorded so far for each (split, pass)."""
+        """Forward passes recorded so far, by (split, pass)."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics that are already recorded for the step `told_step`."""
+        """Metrics already recorded for step `told_step`."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Return a generation batch's name: its step, with a suffix for later batches of the step, as in `7.2`."""
+        """Name a generation batch after its step, with a suffix for further batches of that step, such as `7.2`."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
@@ -166,7 +161,7 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Reserve numbers for a pass's next `count` forward passes, and return the first one."""
+        """Reserve numbers for a pass's next `count` forward passes; return the first."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
@@ -178,7 +173,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract stored under `key`. It is read with `read`, and kept until torch's settings change."""
+        """Return the contract cached under `key`, calling `read` if there is none since torch's settings last changed."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last hidden states in one scoring call, without changing them, for the captured rows' distributions."""
+    """Reads the last hidden states during one scoring call, for the captured rows' distributions."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -41,7 +41,7 @@ class HeadTap:
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
-        """Return the reason why this model's head cannot be read in this process; None if it can."""
+        """Return why the model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
         # A parameter that FSDP gathered for a forward pass looks whole, but is freed afterwards.
         is_whole = not any(map(is_sharded, model_parameters(model)))
@@ -69,7 +69,7 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """Return the captured rows' distributions, concatenated; None if no forward pass ran."""
+        """Return the captured rows' distributions, concatenated; None unless every row passed through the model."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
@@ -91,7 +91,7 @@ def _language_model(trainer: Any, model: Any) -> Any:
 
 
 class RoutingTap(RouterTap):
-    """Reads the model's routers in one scoring call."""
+    """Reads the model's routers during one scoring call."""
 
     def __init__(self, session: Session, known: list[Router], rows: TrainRows, call: dict[str, Any]):
         super().__init__(known)
@@ -99,7 +99,7 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return the routers' choices for every prompt and response token, row by row; None if they cannot be read."""
+        """Return router choices for every prompt and response token, row by row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -111,7 +111,7 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a routing tap if a scoring call is the `train` pass and router choices are recorded; else None."""
+    """Return a tap if router choices are recorded and this scoring call is the `train` pass, else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -119,7 +119,7 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """If the model is a mixture of experts whose router choices cannot be recorded, note why."""
+    """Note why router choices are not recorded, if the model has routers or the user asked for them."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):

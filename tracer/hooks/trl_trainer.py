@@ -61,7 +61,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Number of steps between recordings of optimizer statistics, which are also recorded at the first step."""
+"""Steps between recordings of optimizer statistics; the first step is always recorded."""
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -113,8 +113,7 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging an adapter in place for the engine and unmerging it again rounds the base weights, and scoring
-            # uses the rounded weights.
+            # Merging an adapter in place and unmerging it rounds the base weights, and scoring uses the rounded ones.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
@@ -210,7 +209,6 @@ class TrainerHooks:
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
-        """Return the optimizer's statistics if they are due at this step, else an empty dict."""
         step = int(trainer.state.global_step)
         if step > 1 and step % OPTIMIZER_STEPS:
             return {}
@@ -239,7 +237,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current weights at their first use; `adapted` selects models with or without adapters."""
+        """Record the current weights on first use; `adapted` limits this to models with (True) or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -292,7 +290,6 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return a vLLM server's configuration; if it cannot be read, note this and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
@@ -301,7 +298,6 @@ class TrainerHooks:
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """Return a scoring call's rows if it is the `train` pass, else None."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:
@@ -315,7 +311,6 @@ class TrainerHooks:
         return None if generation.split == EVAL_SPLIT or has_train else generation.rows
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a head tap for a scoring call of the `train` pass that has rows whose distributions are recorded."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -358,8 +353,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, so they are taken from the engine call, which has all of them or
-            # none.
+            # RLOO discards the engine's logprobs, but the engine call still has them: all or none.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:

@@ -80,7 +80,6 @@ _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled token
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainer in a verl module."""
     return _hooked(session, module.PPOTrainer, module.Tracking, _POINTS)
 
 
@@ -125,12 +124,12 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
+        """True if Ray may kill this process without warning when training ends, so records are flushed early."""
         self._is_last = False
-        """True in training's last step and after it, if records are flushed early."""
+        """True from the last training step on, if records are flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Sentence about an untested version of verl or missing functions; None if neither applies."""
+        """Note about an untested verl version or missing functions, if any."""
 
     def fit(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -165,7 +164,7 @@ class TrainerHooks:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
-            batch.extra_info[UPDATE_KEY] = _told(trainer) | {
+            batch.extra_info[UPDATE_KEY] = _next_update(trainer) | {
                 "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)})
             }
         try:
@@ -174,7 +173,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the columns about workers' forward passes to the batch of logprobs, so that they stay with the rows."""
+        """Copy the workers' forward-pass columns to the batch of logprobs, so they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -209,7 +208,7 @@ class TrainerHooks:
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
-            told = _told(trainer)
+            told = _next_update(trainer)
             ride_along(batch, told | {"keys": [row.key for row in rows]})
             self._is_last = self._flushes and told["is_last"]
         try:
@@ -307,7 +306,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if an engine's contract has training's sampling settings; validation may use different ones."""
+    """Return True if a contract has the sampling settings of training; validation may use others."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
@@ -324,8 +323,8 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
     return sorted(found)
 
 
-def _told(trainer: Any) -> dict[str, Any]:
-    """Return what workers need to know about the actor's next update, such as its step and policy version."""
+def _next_update(trainer: Any) -> dict[str, Any]:
+    """Describe the next actor update for the workers."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -342,7 +341,7 @@ def _bypasses(config: Any) -> bool:
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """Return a pass's newest contract in the trace that `accepts` approves; None if there is none."""
+    """Return a pass's newest contract that `accepts` approves, or None."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

@@ -1,4 +1,4 @@
-"""Read verl's rows from the TransferQueue or padded tensors, its steps, policy versions and the rows of each forward.
+"""Read verl's batches: rows (from the TransferQueue or padded tensors), steps, policy versions, forward passes.
 
 Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded response width.
 """
@@ -21,36 +21,36 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, since verl's rejection later removes tokens from the mask."""
+"""Read before advantages are computed, since verl's rejection later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
-"""Columns read after advantages are computed."""
+"""Read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""RayPPOTrainer's names for columns that have a different name in the TransferQueue."""
+"""RayPPOTrainer's column names, where they differ from the TransferQueue's."""
 
 UPDATE_KEY = "tim_trace_update"
-"""Key that recording adds to each row of an update; it tells workers the update's step and policy version."""
+"""Key under which recording sends workers an update's step and policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a batch, with its key `<uid>_<sample>_<output>`."""
+    """A row of a batch; its key is `<uid>_<sample>_<output>`."""
 
     index: int
-    """Position of the row in verl's batch."""
+    """Position in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the weights that sampled the row (of the oldest if there were several); None if unknown."""
+    """Global step of the weights that sampled the row, or of the oldest of them; None if unknown."""
 
     @property
     def group_id(self) -> str:
-        """verl's uid of the prompt, shared by all samples of the prompt."""
+        """verl's uid of the prompt, shared by all its samples."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Return the rows of a KVBatchMeta, without verl's padding rows."""
+    """Return a KVBatchMeta's rows, without padding rows."""
     return [
         Row(index=index, key=key, oldest_weights=tag.get("min_global_steps"))
         for index, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))
@@ -59,14 +59,14 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Read the given columns of a batch from the TransferQueue; columns that the batch lacks are left out."""
+    """Read columns from the TransferQueue, leaving out any that the batch lacks."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    """Return a column as one array per row, from a nested or a padded tensor; None if the column is missing."""
+    """Return a nested or padded column as one array per row; None if it is missing."""
     if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
     parts = data[name].unbind()
@@ -74,7 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B] values, each shared by a row's unmasked tokens (0.0 without any); None if a row's tokens differ."""
+    """Return [B] values if each row's unmasked tokens share one (0.0 without any), else None."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -85,7 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons, which verl discards: `stop` after an end token, `length` at the limit, else None."""
+    """Infer finish reasons [B], which verl discards: `stop` after an end token, `length` at the limit, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -93,7 +93,6 @@ def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most
 
 
 def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
-    """Return the sum of each row's values, [B]."""
     return None if values is None else np.array([float(row.sum()) for row in values])
 
 
@@ -109,7 +108,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the last transfer before sampling."""
+    """Return a DataProto's rows, keyed `<uid>_<sample>_0`; `sampled_by` is the last weight transfer before sampling."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -147,7 +146,7 @@ def ride_along(batch: Any, told: dict[str, Any]) -> None:
 
 
 def get_off(batch: Any) -> None:
-    """Remove the columns that `ride_along` added to a batch."""
+    """Remove what `ride_along` and the workers added to a batch."""
     batch.meta_info.pop(UPDATE_KEY, None)
     for name in (ROW_KEY, *FORWARD_KEYS.values()):
         batch.batch.pop(name, None)
@@ -159,17 +158,17 @@ class Progress:
 
     step: int
     version: int
-    """Number of actor updates in the trainer's weights."""
+    """Actor updates in the trainer's weights."""
     old_version: int
-    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
+    """Actor updates in the weights that compute `old_log_probs`."""
     updates_a_transfer: int
-    """Number of actor updates between two weight transfers to the engine."""
+    """Actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
-    """Difference between verl's number for a transfer and the actual number of transfers."""
+    """How far verl's transfer numbers run ahead of the actual transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates in the weights sent by the transfer that verl numbers `transfer`."""
+        """Return how many actor updates the weights contain that verl sent in transfer number `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -208,17 +207,16 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Key that recording adds to a worker's batch, with the row indices in a shuffled micro-batch."""
+"""Key added to a worker's batch: row indices, which survive shuffling into micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Column of the workers' output with the result of `Forwards.column`, for each pass recorded by the driver."""
+"""By pass recorded on the driver: the output column in which workers return `Forwards.column`."""
 
 
 class Forwards:
-    """The forward passes of an engine call: for each row, its forward pass, its position in that pass, the number of
-    rows in that pass, and the padding after the row."""
+    """Forward passes of an engine call: for each row, the pass, its position and number of rows, and trailing padding."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields the numbers for this process's forward passes."""
+        """`numbers` yields numbers for this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
@@ -229,8 +227,8 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Store the rows of each micro-batch, which is one forward pass."""
-        # The driver records rows from several processes, each of which numbers its forward passes from 0.
+        """Store each micro-batch's rows; a micro-batch is one forward pass."""
+        # The driver collects rows from several processes, which all count their forward passes from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -252,28 +250,30 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return a [B, 4] int64 array: each row's forward pass, its position there, the pass's number of rows, and the
-        padding after the row; None if any row was in no forward pass."""
+        """Return [B, 4] int64: forward pass, position in it, its number of rows, padding after the row.
+
+        None if any row was in no forward pass.
+        """
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the given rows' forward passes; None if any row was in no forward pass."""
+        """Return these rows' forward passes; None if any row was in none."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens of a padded row attention sees, if limited (to the loss mask's width before verl 0.8)."""
+    """Return how many tokens of a padded row attention sees, if limited: before verl 0.8, the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Return the forward passes described by a worker's column, which has an array [4] per row."""
+    """Decode `Forwards.column`, given as one array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

@@ -23,7 +23,6 @@ FSDP = ("fsdp", "fsdp2")
 """verl's strategies that cast parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Torch's name for each of verl's dtype names."""
 
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -34,10 +33,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings behind the logprobs computed by a worker's engine.
+    """Return the settings behind a worker's logprobs.
 
-    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the one in the loss. `dtype` is
-    the logprobs' dtype. It matters because bfloat16 values near -4 nats are 0.031 nats apart.
+    `source` is `recomputed` for a forward pass before the loss, or `loss`. `dtype` is the logprobs' dtype, which
+    matters because bfloat16 values near -4 nats are 0.031 nats apart.
     """
     settings = engine.engine_config
     model = _model(engine)
@@ -75,7 +74,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """Return the trainer's contract derived from the run's configuration, for runs in which no worker declared one."""
+    """Derive the trainer's contract from the run's configuration, for runs whose workers declared none."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -87,7 +86,7 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """Return the engine's contract derived from the run's configuration, for runs in which the engine declared none."""
+    """Derive the engine's contract from the run's configuration, for runs whose engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -111,13 +110,12 @@ def sampling(config: Any) -> dict[str, Any]:
 
 
 def model_identity(engine: Any) -> dict[str, Any]:
-    """Return the identity of the model that a worker trains."""
     model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
     return described(model, getattr(engine.model_config, "path", None), getattr(config, "to_dict", dict)())
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy's loss (None if unknown), and the settings for which `Loss` has no field."""
+    """Return the policy loss (None if unknown), and settings that `Loss` has no field for."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:

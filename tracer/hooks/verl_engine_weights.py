@@ -20,10 +20,10 @@ from .session import Session
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Name of the function that recording adds to vLLM's worker; it writes digests of the weights that the worker holds."""
+"""Method that recording adds to vLLM's worker, to write digests of the weights it holds."""
 
 NAIVE = "naive"
-"""Name of verl's weight transfer to an engine on the same devices."""
+"""verl's weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
@@ -42,7 +42,7 @@ class VerlEngineWeights(EngineWeights):
         self._engine: Any = None
         """verl's training engine during a weight transfer, else None."""
         self._newest: Any = None
-        """Training engine of the newest weight transfer until the comparison is recorded, else None."""
+        """Training engine of the newest transfer, until the comparison is recorded; then None."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
@@ -58,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Original, adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass on the weights sent to the engine, and take a digest of each."""
+        """Pass weights on to the engine, taking a digest of each."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])
@@ -72,7 +72,7 @@ class VerlEngineWeights(EngineWeights):
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the comparison for the newest weight transfer under its policy version, unless already recorded."""
+        """Record the newest transfer's comparison under this policy version, unless already recorded."""
         if self._newest is None:
             return
         self._version = version
@@ -105,7 +105,7 @@ class VerlEngineWeights(EngineWeights):
             self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Ask the engine for digests of the weights that it holds, if they are due after this transfer."""
+        """Ask the engine for digests of its own copy, if they are due."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)
@@ -126,13 +126,12 @@ class VerlEngineWeights(EngineWeights):
 
 
 def install(session: Session, module: Any) -> None:
-    """Add a function to vLLM's workers that writes digests of the weights that they hold."""
     if session.order.engine_weights != NONE:
         setattr(module.vLLMColocateWorkerExtension, ASKED, _write_digests)
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write digests of the model's weights to a file. Every vLLM worker runs this, but only rank 0 writes."""
+    """Every vLLM worker runs this, but only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -150,7 +149,6 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Return the reason why a worker's engine cannot be compared; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)
@@ -166,13 +164,13 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Return True if a model is sharded over a single rank, which therefore holds every tensor in full."""
+    """Return True if the model is sharded over a single rank, which then holds every tensor in full."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors like `trainer_tensors`, under the names with which verl sends them."""
+    """Yield an unsharded model's tensors as `trainer_tensors` does, under the names that verl sends."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -41,18 +41,18 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """The rows that a worker trains on in one actor update."""
+    """The rows a worker trains on in one actor update."""
 
     batch: Batch
     lengths: np.ndarray
-    """[B] number of response tokens in each of verl's rows."""
+    """[B] response tokens in each of verl's rows."""
     places: dict[int, int]
-    """Index in `batch` for each row index in verl's batch; `batch` leaves out verl's padding rows."""
+    """Row index in verl's batch -> index in `batch`, which leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
-    """True if this is the last update of the training run."""
+    """Last update of the training run."""
     is_train: bool
-    """True if the first logprobs computed in the loss serve as the `train` pass because verl computes none beforehand."""
+    """True if the first logprobs in the loss serve as the `train` pass, because verl computes none beforehand."""
     num_mini_batches: int = 0
     engine: Any = None
     """verl's training engine; None if another process records the same rows."""
@@ -60,7 +60,6 @@ class Update:
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook a module of verl's workers."""
     session.hooks["verl"] = version("verl")
     hooks, patches = _hooks_of(session), Patches()
     owners: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
@@ -92,7 +91,6 @@ class WorkerHooks:
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """Comparison of this worker's weights with those of the engine that receives them."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -103,10 +101,9 @@ class WorkerHooks:
         """Forward passes in the training engine's current call; None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Iterator over the numbers of this process's forward passes."""
 
     def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Fetch an update's rows from the TransferQueue, and add row numbers to them."""
+        """Fetch an update's rows from the TransferQueue, and number them."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
         if told is not None:
@@ -204,7 +201,6 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Start storing the rows of each forward pass, if the engine pads rows like verl's FSDP engine."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 
@@ -225,7 +221,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """Return the update for the given rows, each a pair (position in `data`, key), with [B] response lengths."""
+        """Each of `rows` is (position in `data`, key); `lengths` holds [B] response tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -239,7 +235,6 @@ class WorkerHooks:
         )  # fmt: skip
 
     def _keep_weights(self, engine: Any, version: int) -> None:
-        """Record the current weights before an actor update changes them."""
         strategy = getattr(engine.engine_config, "strategy", None)
         if strategy in FSDP:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
@@ -291,7 +286,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record, once and in one process, the contract of a pass that the driver records."""
+        """Record the contract of a pass that the driver records; once, and from one process."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -310,7 +305,7 @@ _hooks_of = lru_cache(maxsize=1)(WorkerHooks)
 
 
 def keys_of(meta: Any) -> list[str]:
-    """Return the keys of a worker's rows; they are read from the TransferQueue if the driver did not pass them."""
+    """Return the keys of a worker's rows, from the TransferQueue if the driver did not pass them."""
     if hasattr(meta, "keys"):
         return list(meta.keys)
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
@@ -325,5 +320,5 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the plain Python value of a TensorDict's non-tensor entry."""
+    """Unwrap a TensorDict's non-tensor entry."""
     return getattr(value, "data", value)

@@ -30,7 +30,7 @@ _POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions of `LLM` that also sample but are not recorded."""
+"""Functions of `LLM` that sample but are not recorded."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
@@ -43,7 +43,6 @@ EMBEDDED = (
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook vLLM's offline engine."""
     hooks = OfflineHooks(session)
     patches = hooked(session, module.LLM, hooks, _POINTS, session.note)
     for name in UNRECORDED:
@@ -52,7 +51,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
-    """Hook an engine's functions; `told` is called with a sentence if this version of vLLM is untested."""
+    """Hook an engine's functions; `told` receives a sentence if this vLLM version is untested."""
     import vllm
 
     session.hooks["vllm"], patches = vllm.__version__, Patches()
@@ -71,14 +70,14 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return the contract stored under `key`, and True if it is new. The same `key` always gives the same object."""
+        """Return the contract cached under `key`, always the same object, and True if it is new."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()
         return self._contracts[key], is_new
 
     def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
-        """Record the run's description, once, if no trainer does. `config` is the engine's model_config."""
+        """Describe the run once, if no trainer does. `config` is the engine's model_config."""
         if not self._described:
             self._described = True
             self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
@@ -96,8 +95,6 @@ class EngineHooks:
 
 
 class OfflineHooks(EngineHooks):
-    """Hooks around the functions of `LLM`."""
-
     def __init__(self, session: Session):
         super().__init__(session)
         self._arguments: dict[int, dict[str, Any]] = {}
@@ -138,7 +135,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return the call's arguments, changed to request the logprobs to record, and the options set by the caller."""
+        """Return arguments that request the logprobs to record, and the caller's own requests; empty if not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -152,7 +149,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Most requests share one parameter object, so each pair (object, captured) is handled only once.
+        # Most requests share one params object, so handle each (object, captured) pair only once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
@@ -164,7 +161,6 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return one bool per prompt of a call: True if its distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -208,7 +204,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce logprobs to those that the caller requested. Return the engine's logprobs; None if nothing changed."""
+    """Strip outputs to what the caller requested; return the engine's logprobs, or None if nothing changed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)
@@ -216,14 +212,13 @@ def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[An
 
 
 def has_embeddings(prompts: Any) -> bool:
-    """Return True if any prompt of a call is given as embeddings."""
     given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
     mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
     return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of requests for a call's prompts or conversations."""
+    """Count the prompts or conversations in a call."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]

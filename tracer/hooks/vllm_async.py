@@ -24,7 +24,7 @@ from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's finish reasons for a request that its caller aborted, or that ended with an error."""
+"""vLLM's finish reasons for requests that the caller aborted or that failed."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
 """Calls that change the engine's model; verl uses them to exclude vocabulary padding from the softmax."""
@@ -50,7 +50,6 @@ _LOST = (
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook vLLM's serving engine."""
     return hooked(session, module.AsyncLLM, AsyncEngineHooks(session), _POINTS, session.tell)
 
 
@@ -119,7 +118,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return the call, changed to request the logprobs or distributions to record, and the request to record."""
+        """Return a call that requests what is recorded, and the request; None if it is not recorded."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -170,7 +169,6 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """Return the engine's contract, and True if it is new. Calls with the same settings get the same object."""
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
@@ -204,7 +202,6 @@ class GivenCompletion:
         return None if self.positions is None else self.positions[: self.num_tokens]
 
     def add(self, completion: Any, logprobs: Any) -> None:
-        """Append a delta output's tokens, and the engine's logprobs for them."""
         self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
         self.tokens.extend(completion.token_ids)
         if logprobs is not None:
@@ -213,7 +210,6 @@ class GivenCompletion:
         self.num_tokens = len(self.tokens)
 
     def replace(self, completion: Any, logprobs: Any) -> None:
-        """Replace the completion's tokens, and the engine's logprobs, with those of an output."""
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
@@ -230,7 +226,7 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add an output's completions to those received earlier; `given` pairs each with the engine's logprobs."""
+        """Take in an output; `given` pairs its completions with the engine's logprobs."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -238,13 +234,13 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """Set the given finish reason on all unfinished completions."""
+        """Finish all unfinished completions for this reason."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions that have at least one token, or that ended normally without any."""
+        """Completions with at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

@@ -41,21 +41,21 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Sampling settings that may differ between requests to a serving engine; the engine's contract leaves them out."""
+"""Sampling settings that may differ between requests, so a serving engine's contract leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Properties of an engine call's requests, apart from sampling settings, that affect logprobs."""
+    """What affects the logprobs of an engine call, besides sampling settings."""
 
     adapters: tuple[tuple[str, int, str], ...] = ()
-    """Name, number and path of each LoRA adapter."""
+    """(name, number, path) of each LoRA adapter."""
     has_grammar: bool = False
     """True if any request has structured outputs."""
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return a call's conditions; `lora_requests` is None, one request, or one per prompt."""
+        """`lora_requests` is None, one request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
         has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
@@ -63,7 +63,7 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Return a sentence for each property of these requests that is not recorded."""
+        """Notes on data that is not recorded under these conditions."""
         found = [
             f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract contains "
             "its name and path"
@@ -85,7 +85,7 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return the settings behind the logprobs of vLLM's offline engine: versions, arguments, configuration."""
+    """Return the settings behind the offline engine's logprobs."""
     config, model = getattr(llm.llm_engine, "vllm_config", None), getattr(model_runner(llm), "model", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -98,12 +98,10 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the settings behind the logprobs of vLLM's serving engine.
+    """Return the settings behind the serving engine's logprobs, except those that may differ between requests.
 
-    The engine runs in other processes, so its kernels are unknown.
-
-    `model_patches` are the calls with which the caller changed the engine's model. Settings that may differ between
-    requests are left out.
+    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the caller's changes to its
+    model.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
@@ -137,7 +135,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name; without `of_request`, only settings that all requests share."""
+    """Return a request's sampling settings by name; without `of_request`, only those that all requests share."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 
@@ -178,7 +176,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the device; a GPU's name comes from vLLM, since torch would initialise CUDA and prevent forks."""
+    """A GPU's name comes from vLLM, because asking torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""NumPy's name for each torch dtype. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
+"""NumPy's names of torch dtypes. NumPy has no bfloat16, so those values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -41,7 +41,7 @@ class NumpyDtype:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype as a NumPy object. Raises NotPlain unless its elements are numbers, booleans, text or objects."""
+        """Raises NotPlain unless the elements are numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
@@ -81,7 +81,7 @@ class NumpyArray:
 
 
 class Storage:
-    """Stand-in for a torch storage: the bytes of one or more tensors. In legacy files, the bytes follow all tensors."""
+    """Stand-in for a torch storage. In legacy files its bytes follow all tensors, so `content` may be set later."""
 
     __slots__ = ("content", "dtype")
 
@@ -127,7 +127,7 @@ class Tensor:
 
 
 HELD = (NumpyArray, Tensor)
-"""Stand-ins for arrays; an array's bytes may be read after its stand-in is created."""
+"""Stand-ins that become arrays once their bytes are known."""
 
 
 class Shell:
@@ -148,7 +148,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape, or strides, as a tuple. Raises NotPlain for an invalid value."""
+    """Validate a shape or strides. Raises NotPlain."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("invalid array shape")
     for size in shape:
@@ -158,14 +158,14 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """Return bytes as an array. Raises NotPlain if the number of bytes does not match the shape."""
+    """View bytes as an array. Raises NotPlain if their number does not match the shape."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
         raise NotPlain(f"an array of shape {shape} with {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """Return a tensor that was saved as a dtype name, a shape and bytes. Raises NotPlain if any of them is invalid."""
+    """Rebuild a tensor from a dtype name, a shape and bytes. Raises NotPlain if any of them is invalid."""
     if isinstance(content, HELD):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
@@ -176,14 +176,14 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
-    """Return an array's bytes, copied only if the array is not contiguous. Raises NotPlain for an array of objects."""
+    """Return an array's bytes, copied only if not contiguous. Raises NotPlain for an array of objects."""
     if array.dtype.hasobject:
         raise NotPlain("an array of objects where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
-    """Return a value from a dump, with stand-ins converted to arrays."""
+    """Convert a stand-in to its array, and return any other value unchanged."""
     return value.array() if isinstance(value, HELD) else value
 
 
@@ -257,4 +257,4 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""Stand-ins, by (module, name), for names that occur in every framework's pickles."""
+"""By (module, name): stand-ins for names that occur in every framework's pickles."""

@@ -1,4 +1,4 @@
-"""Rows read from an imported file, their selection, and the conversion of their columns to the trace's types.
+"""Select rows read from an imported file, and convert their columns to the trace's types.
 
 Shapes: B rows in a batch.
 """
@@ -24,18 +24,17 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 
 
 class Columns:
-    """The imported rows' columns, by trace column name; a missing column is None."""
+    """Imported rows by trace column name; a missing column is None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B] router choices per row, in the same format as RowBatch.routing."""
+        """[B], in the format of RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read a batch's columns, rename them with `names`, which maps the file's names to the trace's, and convert
-        each according to its kind.
+        """Rename a batch's columns with `names` (the file's to the trace's), and convert each according to its kind.
 
         Raises ImportFailed with the file, column, type and first invalid row.
         """
@@ -57,24 +56,22 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return a [B] bool mask that is True where the column is not NULL; all False if the column is missing."""
+        """Return a [B] bool mask of non-NULL cells; all False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
         return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
 
     def is_list(self, name: str) -> bool:
-        """Return True if a column exists and holds lists."""
         array = self[name]
         return array is not None and bool(pa.types.is_list(array.type))
 
     def list(self, name: str) -> list[Any] | None:
-        """Return a column as Python values; None if the column is missing."""
         array = self[name]
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as ragged values, with NULL lists empty; None if it is missing or all NULL."""
+        """Return a list column, with NULL lists as empty ones; None if it is missing or all NULL."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -100,7 +97,7 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow by type inference or, for mixed types, according to `kind`."""
+    """Convert Python values to Arrow: together or, if they mix types, one by one according to `kind`."""
     try:
         array = pa.array(values)
         element = array.type.value_type if pa.types.is_list(array.type) else array.type
@@ -112,7 +109,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Return True if any value is a boolean, which Arrow would convert to 1.0 or 0.0 among numbers."""
+    """Among numbers, Arrow would silently convert booleans to 1.0 and 0.0."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -120,7 +117,7 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
-    """Return the error for a column, with the first value that is invalid for `kind`."""
+    """Build the error for a column, with its first invalid value."""
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
@@ -129,7 +126,6 @@ def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: K
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
-    """Return a column as Python values. Raises ImportFailed for text that is not valid UTF-8."""
     try:
         return given.to_pylist() if isinstance(given, pa.Array) else given
     except UnicodeDecodeError as error:
@@ -155,11 +151,11 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Kind of the cells in each column of a metrics file; `value` may also be text."""
+"""Columns of a metrics file; `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return the step, name and value of each logged value. Raises ImportFailed."""
+    """Return (step, name, value) of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
@@ -190,39 +186,39 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
-    """Rows read from a file, stored column by column."""
+    """Rows read from a file, column by column."""
 
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Values of each column, one per row, by the column's name in the file."""
+    """[B] values of each column, by its name in the file."""
     numbers: Sequence[int]
-    """Number of each row in the file, counted from 1."""
+    """Row numbers in the file, from 1."""
     unit: str = "row"
-    """Unit of `numbers`: `row`, or `line` in a file with one row per line."""
+    """What `numbers` counts, for messages: row, line, sample, ..."""
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
-    """Size of the rows in the file, in bytes."""
+    """Size of these rows in the file."""
 
     def place(self, row: int) -> str:
-        """Return a row's location in the file, for messages."""
+        """Locate a row in the file, for messages."""
         return f"{self.unit} {self.numbers[row]}"
 
 
 def shown_name(name: str) -> str:
-    """Return a column name for a message, quoted if it has unusual characters."""
+    """Quote a column name if it has unusual characters."""
     return name if name and name.isprintable() and name == name.strip() else repr(name)
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Return up to twenty column names as a list for a message."""
+    """List up to twenty column names for a message."""
     rest = len(names) - 20
     return ", ".join(map(shown_name, names[:20])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
 
 
 @contextmanager
 def explained(name: str, format: str) -> Iterator[None]:
-    """Convert an error from a reader to an ImportFailed that names the file."""
+    """Turn a reader's errors into ImportFailed, with the file's name."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError) as error:
@@ -232,15 +228,15 @@ def explained(name: str, format: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Selection of the sequences to import, by step and by a hash of their names."""
+    """Which sequences to import."""
 
     steps: frozenset[int] | None = None
-    """Steps to import; None if all steps are imported."""
+    """None imports all steps."""
     sample: float = 1.0
-    """Share of sequences to import. Every import selects the same sequences, by a hash of their names."""
+    """Share of sequences to import. It is decided by a hash of their names, so every import selects the same ones."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] bool mask that is True for selected sequences, given the steps and names of B sequences."""
+        """Return a [B] bool mask of the selected sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))
@@ -252,7 +248,7 @@ class Selection:
 
 
 def check_sample(share: float) -> float:
-    """Return the share if it is above 0 and at most 1. Raises InvalidOption."""
+    """Return `share` if it is above 0 and at most 1. Raises InvalidOption."""
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
             f"got {share}; give the share of sequences to import, above 0 and at most 1, for example 0.1",

@@ -43,7 +43,7 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as columns; advantages that are constant within every row become numbers."""
+        """Return the rows as columns. Advantages become one number per row if they are constant within every row."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -87,7 +87,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a padded batch's columns: responses and per-token values [B, T], and prompts with their own padding."""
+    """Convert a padded batch to columns. Responses and per-token values are [B, T]; prompts have their own padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -121,7 +121,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return advantages as a column: a number per row if every row's loss-mask tokens share one value, else lists."""
+    """Return one advantage per row if each row's loss-mask tokens share one, else lists."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]

@@ -1,4 +1,4 @@
-"""Read the fields of an imported record; each field is checked when it is read.
+"""Read and check the fields of an imported record.
 
 Shapes: T tokens in a sequence.
 """
@@ -44,16 +44,16 @@ class Fields:
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
         self.record = record
-        """The record, with the file's own field names."""
+        """With the file's own field names."""
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record in the file, with additional columns (column=field)."""
+        """Return the fields of another record in this file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
-        """Return the value of the column's first candidate field that is not None."""
+        """Return the first of the column's candidate fields that is not None."""
         return self._found(column)[1]
 
     def _found(self, column: str) -> tuple[str, Any]:
@@ -71,18 +71,18 @@ class Fields:
         return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}; it must be {wants}")
 
     def required(self, column: str) -> Any:
-        """Return the same value as `get`. Raises ImportFailed if it is None."""
+        """Like `get`, but raises ImportFailed instead of returning None."""
         name, value = self._found(column)
         if value is None:
             raise ImportFailed(f"{self.where}: field {name!r} is missing; it supplies {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return checked and converted cells by column; by default, those of all trace columns."""
+        """Read and check cells; by default, those of all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
-        """Return an array of numbers with the given number of dimensions. Raises ImportFailed for any other value."""
+        """Return an array of numbers with this many dimensions. Raises ImportFailed for anything else."""
         name, value = self._found(column)
         return None if value is None else self._array(name, value, dimensions)
 
@@ -99,7 +99,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return a column's per-token numbers. None in the list means that the token's number was not recorded."""
+        """Return per-token numbers; None in the list means not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -133,7 +133,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; an array with one element counts as a number."""
+        """Return a number; an array of one element counts as one."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -146,7 +146,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; text that consists of digits counts as an integer."""
+        """Return an integer; whole floats and digits as text count as integers."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -160,7 +160,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return all scalar fields, as numbers by name, except those in `but` and those that supply a column."""
+        """Return all scalar fields that supply no column, as numbers by name, except those in `but`."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {
@@ -170,7 +170,7 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Return text; an integer becomes text."""
+        """Return text; an integer is converted."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -180,7 +180,7 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return a list of numbers as an array, with a mask [T] bool: True where the list is not None."""
+        """Convert a list of numbers to an array, with a [T] bool mask that is False where the list has None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -208,7 +208,6 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
 
 
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:
-    """Return the method that reads a trace column; None if the trace has no such column."""
     if column in tables.GIVEN:
         return _READERS[tables.GIVEN[column].type]
     return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None

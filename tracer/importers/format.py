@@ -1,4 +1,4 @@
-"""The files in a framework's dump, the format that describes them, and the reading of their records."""
+"""Describe a framework's dump (files, format), and read its records."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .textfiles import opened, read_lines, whole_content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
-    """The files of a dump."""
+    """The files in a dump."""
 
     url: str
     """Path as the user gave it."""
     root: Path
     files: tuple[str, ...]
-    """Paths of the files relative to the root, in natural order: step_2 before step_10."""
+    """Paths relative to `root`, in natural order: step_2 before step_10."""
     is_file: bool = False
-    """True if the given path is a single file, which may be a symlink."""
+    """True if the user gave a single file, which may be a symlink."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
@@ -79,11 +79,10 @@ class DumpFolder:
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """Return the total size of the named files in bytes."""
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path, relative to the root, of the file `other` in the folder of `name`; None if it is missing."""
+        """Return the path of `other` in the same folder as `name`, relative to the root; None if it is missing."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         return found if (self.root / found).is_file() else None
 
@@ -96,7 +95,7 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
-    """Return the size and hash of a whole file, of its first `lines` lines, or of its first `num_bytes` bytes."""
+    """Return the size and hash of a file, or of its first `lines` lines or `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         whole = iter(lambda: file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)), b"")
@@ -112,94 +111,91 @@ class Part:
 
     files: tuple[str, ...]
     step: int | None = None
-    """Step of all rows in the files; None if each row states its own step."""
+    """Step of all rows; None if each row states its own."""
     waits_for: str | None = None
-    """Reason why the part is incomplete; None if it is complete."""
+    """Why the part is incomplete, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Input and output of the reader for one part of a dump."""
+    """One part of a dump: what its reader needs, and what it reports back."""
 
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
     """Candidate fields in the file for each trace column; the first one that exists is read."""
     seen: set[str]
-    """Names of the fields read so far."""
+    """Fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """For each JSON Lines file, the number of the first line not yet imported, from 1."""
+    """By JSON Lines file: the first line not yet imported, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """For each JSON Lines file, the number of the last complete line; set by the reader."""
+    """By JSON Lines file: the last complete line, set by the reader."""
     partial: bool = False
-    """True to read incomplete files as far as they go."""
+    """Read incomplete files as far as they go."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Size and hash of each file that was read completely."""
+    """Size and hash of each file read in full."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
 
     def contents(self) -> Iterator[tuple[Path, bytes]]:
-        """Yield each file of the part with its content. Raises ImportFailed."""
+        """Yield the path and content of each file. Raises ImportFailed."""
         for name, path in zip(self.part.files, self.paths(), strict=True):
             content = whole_content(path)
             self.sources[name] = sealed(content)
             yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        """Return a record's fields, by trace column name."""
         return Fields(record, self.columns, where, self.seen, budget)
 
     def budget(self) -> Budget:
-        """Return the memory budget for reading this part."""
         return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Function that takes a record's fields, name and number in the file, and returns rows as dicts keyed by column."""
+"""Converts a record (its fields, name and number in the file) to rows: dicts of cells by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. Formats with JSON Lines files and one row per line need no functions."""
+    """A framework's dump format. For JSON Lines files with one row per line, it needs no functions."""
 
     name: str
     writes: str
-    """Framework option that turns on writing in this format."""
+    """Option that makes the framework write this format."""
     files: str
-    """Pattern for the file names, shown in the docs and in messages."""
+    """File names, as shown in the docs and in messages."""
     columns: Mapping[str, tuple[str, ...]]
     """Candidate fields in the file for each trace column; the first one that exists is read."""
     alignment: str
     """How values align with tokens, and which values are placeholders; shown in the docs."""
     pattern: str = ""
-    """Regular expression for the end of each file's path. Its capturing group, if any, is the step."""
+    """Regular expression for the end of each file's path; its group, if any, is the step."""
     keys: frozenset[str] = frozenset()
-    """Keys required in the first file's first object, if other formats use the same file names."""
+    """Keys that the first file's first object must have, where other formats use the same file names."""
     needs: tuple[str, ...] = ()
     """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """For each pass, a message that explains why the files may have no logprobs of it, and how to get them."""
+    """By pass: why the files may lack its logprobs, and how to get them."""
     lines: bool = False
-    """True if a file has rows from several steps and grows as rows are appended."""
+    """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Function that detects this format in a folder; None if `pattern` and `keys` suffice."""
+    """Detects this format in a folder; None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Function that groups a folder's files by step; None if each file is read on its own. Raises ImportFailed."""
+    """Groups a folder's files by step; None if each file is read on its own. Raises ImportFailed."""
     rows: RowsOf | None = None
-    """Function that returns a line's rows; None if each line is one row of plain fields. Raises ImportFailed."""
+    """Converts a line to rows; None if each line is one row of plain fields. Raises ImportFailed."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Function that yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
+    """Yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """Return True if a folder contains files in this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)
         return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
-        """Group a folder's files into parts that are read together. Raises ImportFailed."""
+        """Group a folder's files into parts. Raises ImportFailed."""
         if self.parts is not None:
             return self.parts(folder)
         files = folder.matching(self.pattern)
@@ -216,7 +212,7 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return the first object of a JSON Lines file; an empty dict if there is none or it cannot be read."""
+    """Return a JSON Lines file's first object; empty if it has none or cannot be read."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -228,7 +224,7 @@ def read_rows(
     records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines, unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:  # fmt: skip
-    """Yield the rows in a part's files; `rows_of` converts one record.
+    """Yield the rows of a part's files, converting each record with `rows_of`.
 
     A row without seq_id is named after its file and record number; a row without step gets the part's step.
     """

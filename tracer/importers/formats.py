@@ -1,4 +1,4 @@
-"""The formats with the shortest descriptions, all formats by name, and the detection used for `auto`."""
+"""The formats that need the least code, a table of all formats, and detection for `auto`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 
 
 def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a line into rows: one row per list element, or a single row if the line has no lists."""
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     if not lists:
         return [dict(record)]
@@ -110,7 +109,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row's number and numeric values. Text is not read: it can be large and is not stored in a trace."""
+    """Text is not read: it can be large, and a trace does not store it."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -141,11 +140,7 @@ TRL = Format(
 
 
 def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a rollout as one row.
-
-    The prompt is that of the first turn. The response contains the sampled tokens and the tokens inserted between
-    turns.
-    """
+    """Yield a rollout as one row: the first prompt, then all turns' sampled tokens and the tokens between them."""
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return
@@ -162,7 +157,7 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
 
 
 def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
-    """Join the tokens of consecutive turns, and return the cells; an empty dict if the turns have no token ids."""
+    """Join the turns into one row's cells; empty if they have no token ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):
@@ -230,7 +225,7 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """Detect the format of a folder; None if no format matches. Raises ImportFailed if several formats match."""
+    """Detect a folder's format; None if none matches. Raises ImportFailed if several match."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(

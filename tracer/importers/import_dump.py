@@ -36,11 +36,11 @@ def import_dump(
 ) -> Imported:
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
-    `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine; docs/reference/import-formats.md
-    lists the files and fields of each. `map` maps field names in the files to columns, for releases that renamed a field;
-    a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
-    by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
-    set `partial` to read them as far as they go.
+    `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine;
+    docs/reference/import-formats.md lists the files and fields of each. `map` maps field names in the files to columns,
+    for releases that renamed a field; a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample`
+    a share of the sequences, chosen by a hash of their names. Incomplete steps and half-written files are skipped and
+    listed; import again later, or set `partial` to read them as far as they go.
 
     `path` is a file or a folder; for the parquet format it may also be a URL that fsspec can open.
 
@@ -102,14 +102,13 @@ def import_dump(
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
-    """Return the error message for a folder without files in the given format, with a remedy."""
     other = recognised(folder)
     remedy = "give the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
     return f"contains no {format.files}; {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so that names of finished steps can be forgotten."""
+    """If each step is one part and steps increase, the names of finished steps can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -119,7 +118,7 @@ def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
     before: _Before | None, *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
-    """Record the rows of all parts, and the size and hash of their files; return the names of the fields read."""
+    """Record all parts, with the size and hash of their files; return the fields that were read."""
     seen: set[str] = set()
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
@@ -140,7 +139,7 @@ _NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """Files and options of earlier imports into a trace."""
+    """What earlier imports into a trace have read, and with which options."""
 
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes
@@ -148,7 +147,7 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read the earlier imports at a path; None if there is no trace imported from files in this format."""
+        """Read earlier imports; None unless the path holds a trace imported from this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -166,7 +165,7 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
+                f"{output}: was imported with {_shown_options(found)}, but now {_shown_options(options)} was given; give the same "
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
@@ -197,7 +196,7 @@ class _Before:
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """Return True if lines were appended to a file. Raises ImportFailed if its earlier content has changed."""
+        """Return True if lines were appended. Raises ImportFailed if earlier content has changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
@@ -221,12 +220,12 @@ def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None
     return folder
 
 
-def _told(options: Mapping[str, str]) -> str:
+def _shown_options(options: Mapping[str, str]) -> str:
     return " ".join(f"--{name} {value}" for name, value in options.items() if value) or "no options"
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return each column's candidate fields after applying `map`. Raises ImportFailed for an unknown column."""
+    """Apply `map` to the format's candidate fields. Raises ImportFailed for an unknown column."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:
@@ -241,7 +240,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
 def _chosen_steps(
     format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
 ) -> frozenset[int] | None:
-    """Return the selected steps; None if all are selected. JSON Lines files are read once to find their steps."""
+    """Return the selected steps, or None for all. JSON Lines files are read through once to find their steps."""
     if steps == ALL_STEPS:
         return None
     there = {part.step for part in parts if part.step is not None}

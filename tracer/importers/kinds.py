@@ -1,4 +1,4 @@
-"""Kinds of imported columns: which cells are valid, and how they are converted to the trace's types."""
+"""Kinds of imported columns: which cells are valid, and how they convert to the trace's types."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class WrongValues(Exception):
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
-"""Errors raised when invalid values are converted."""
+"""Errors that converting an invalid value can raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A rule for a column: which cells are valid and how they are converted."""
+    """Which cells of a column are valid, and how they are converted."""
 
     wants: str
-    """Description of valid cells that completes the message "each row needs ..."."""
+    """Completes the message "each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
-    """Function that converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
+    """Converts a plain Arrow array, not all NULL, to `type`. Raises WrongValues or an Arrow error."""
     nullable: bool = True
     element: Kind | None = None
-    """Kind of the elements in a list; None if cells are not lists."""
+    """Kind of list elements; None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
         """Convert an array to `type`; an all-NULL array may have any type. Raises WrongValues or an Arrow error."""
@@ -56,13 +56,10 @@ class Kind:
 
 
 def required(kind: Kind) -> Kind:
-    """Return a kind like `kind` that does not accept NULL."""
     return replace(kind, nullable=False)
 
 
 def list_of(kind: Kind, wants: str) -> Kind:
-    """Return a kind whose cells are lists of elements of the given kind."""
-
     def convert(array: pa.Array) -> pa.Array:
         if not pa.types.is_list(array.type):
             raise WrongValues
@@ -76,7 +73,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns in which all cells are valid for `kind`, or all are valid for `other`."""
+    """Return a kind for columns that hold only `kind` cells, or only `other` cells, which are lists."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -86,7 +83,7 @@ def either(kind: Kind, other: Kind) -> Kind:
 
 
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
-    """Return the index of the first invalid value; None if all are valid."""
+    """Return the index of the first invalid value, or None."""
     for place, value in enumerate(values):
         try:
             kind.one(value)
@@ -96,7 +93,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Convert an array's dictionaries, run-end encoding, extension types and special list types to plain types."""
+    """Undo dictionaries, run-end encoding, extension types and special list or string types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -114,7 +111,7 @@ _LISTS = (pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """Convert numbers to float64. Raises an Arrow error for an integer that float64 cannot represent."""
+    """Raises an Arrow error for an integer that float64 cannot represent."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -129,7 +126,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert numbers to float32, which frameworks use for these values. Rounding is allowed; overflow is not."""
+    """Convert to float32, which frameworks use for these values. Rounding is allowed, overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -150,7 +147,7 @@ def _convert_flags(array: pa.Array) -> pa.Array:
 
 
 def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Return a kind for integers from `low` to `high`, which files may store as integers or floats."""
+    """Return a kind for integers from `low` to `high`, stored as integers or floats."""
 
     def convert(array: pa.Array) -> pa.Array:
         if not _is_numeric(array.type):
@@ -179,7 +176,7 @@ def _convert_names(array: pa.Array) -> pa.Array:
 
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
-"""Kind for numbers. True and False count as 1 and 0, because a reward is often the result of a check."""
+"""Takes True and False as 1 and 0, because a reward is often the result of a check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
@@ -222,7 +219,6 @@ _OF_TYPE = {
 
 
 def kind_of(column: Column) -> Kind:
-    """Return the kind for a trace column."""
     kind = _OF_TYPE[column.type]
     if column.name == "step":
         kind = STEP

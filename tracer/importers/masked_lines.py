@@ -1,6 +1,6 @@
-"""Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask that begins at the response.
+"""Import prime-rl and NeMo-RL: JSON Lines of token ids, with a loss mask that begins at the response.
 
-A line of prime-rl is a packed row and may contain several sequences. A line of NeMo-RL has only one-element lists.
+A prime-rl line is a packed row, which may hold several sequences. NeMo-RL wraps each value in a list of one element.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """
@@ -60,7 +60,7 @@ def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a line's sequences, split where positions restart at 0; skip sequences without a token in the loss."""
+    """Split a line into sequences where positions restart at 0; skip those without a token in the loss."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
@@ -85,7 +85,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Return the values of the response tokens. A sequence's first token has no context and therefore no value."""
+    """Cut out the response's values. A sequence's first token has no context, hence no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())
@@ -112,7 +112,7 @@ PRIME_RL = Format(
 )
 
 
-_nemo_rl_COLUMNS = {
+_NEMO_RL_COLUMNS = {
     "tokens": ("token_ids",),
     "length": ("input_lengths",),
     "response_mask": ("token_loss_mask",),
@@ -133,7 +133,7 @@ def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Return a sample's cells. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
+    """Lists in the file are padded on the right, and the token at index 0 has no logprob."""
     tokens, mask = _tokens(fields)
     length = fields.integer("length")
     length = len(tokens) if length is None else length
@@ -174,7 +174,7 @@ NEMO_RL = Format(
     name="nemo-rl",
     writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
-    columns=_nemo_rl_COLUMNS,
+    columns=_NEMO_RL_COLUMNS,
     alignment="index i belongs to token_ids[i]; index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
     "are all 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",

@@ -1,7 +1,7 @@
-"""Import format of miles: rollout dumps, and train dumps with one file per rank.
+"""Import miles: rollout dumps, and train dumps with one file per rank.
 
-Tensor-parallel ranks have the same data, data-parallel ranks different samples, and context-parallel ranks different
-tokens of the same samples. In the zig-zag layout, rank r of c ranks has chunks r and 2c-1-r of 2c chunks.
+Tensor-parallel ranks repeat the same data, data-parallel ranks hold different samples, and context-parallel ranks hold
+different tokens of the same samples. In the zig-zag layout, rank r of c holds chunks r and 2c-1-r of 2c.
 
 Shapes: T response tokens, S tokens in prompt and response together.
 """
@@ -34,10 +34,10 @@ from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Return the two ranges [start, end) of response tokens on a context-parallel rank.
+    """Return the two ranges [start, end) of response tokens that a context-parallel rank holds.
 
-    `total` is the number of prompt and response tokens S, `length` the number of response tokens T. A chunk has
-    ceil(S / (2 size)) tokens unless `chunk` is given. The logits at position p predict token p + 1.
+    `total` counts prompt and response tokens (S), `length` response tokens (T). A chunk has ceil(S / (2 size)) tokens
+    unless `chunk` is given. The logits at position p predict token p + 1.
 
     >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
     ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
@@ -76,14 +76,12 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """A sample, collected from all ranks' files."""
-
     cells: dict[str, Any]
     total: int
-    """Number of prompt and response tokens."""
+    """Prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
-    """Values by column and context-parallel rank; they are the same on all tensor-parallel ranks."""
+    """By column and context-parallel rank. Tensor-parallel ranks all have the same values."""
 
 
 def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int, *, partial: bool) -> Values:

@@ -83,7 +83,7 @@ def import_parquet(
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """Return the selected steps; None if all are selected. Finding them reads every file's step column."""
+    """Return the selected steps, or None for all. Finding them reads every file's step column."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
@@ -95,7 +95,6 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
 
 
 def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], where: str) -> None:
-    """Raise ImportFailed unless each file has the required columns, and at least one file has logprobs."""
     some = any(files.values())
     for file, columns in names.items():
         if some and not files[file]:
@@ -123,13 +122,12 @@ _SUFFIXES = (*_PARQUET, ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz",
 
 
 def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Return a Parquet file's column names, in file order. Raises ImportFailed."""
     with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
         return list(pq.read_schema(file).names)
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
+    """Yield the file's rows, without requested columns that it lacks. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -172,18 +170,17 @@ class RowFiles:
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
-        """Return a file's size, in bytes."""
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """Return the column names of each file."""
+        """Return each file's column names."""
         return {
             name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
             for name in self.files
         }
 
     def rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the rows of the given files, with the requested columns that each file has."""
+        """Yield the files' rows, without requested columns that a file lacks."""
         for name in files:
             yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
@@ -219,7 +216,6 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], where: str) -> None:
-    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or to ""."""
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
@@ -231,7 +227,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the trace's name for each column in the file. Raises ImportFailed if two columns get the same name."""
+    """Map the file's columns to the trace's. Raises ImportFailed if two get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

@@ -1,9 +1,8 @@
 """Read untrusted pickles as data, with an unpickler that never calls anything named in the file.
 
-Python's unpickler imports and calls whatever a file names. Even with an allowlist of names, the file controls
-what is hashed, copied and allocated. This unpickler supports the opcodes that occur in frameworks' dumps and an allowlist
-of names, each mapped to a function, defined here, that takes and returns plain values. Any other name raises
-an error that states the name.
+Python's unpickler imports and calls whatever a file names, and even with an allowlist, the file controls what is
+hashed, copied and allocated. This one supports the opcodes in frameworks' dumps, and an allowlist of names. Each name
+maps to a function defined here that takes and returns plain values; any other name raises an error that states it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory charged to the budget for an empty list, dict or tuple, in bytes; pickles do not state sizes in advance."""
+"""Charged to the budget for each list, dict or tuple; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Length in bytes from which a byte string is kept as a view of the file instead of being copied."""
+"""Byte strings of at least this length stay views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
-"""Types that a pickle's byte strings can have once loaded."""
+"""Python types that a pickle's byte strings can load as."""
 
 
 class NotPlain(ValueError):
@@ -37,7 +36,7 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes about to be allocated. Raises ImportFailed if they exceed the budget."""
+        """Charge bytes about to be allocated. Raises ImportFailed if they exceed the budget."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
@@ -56,9 +55,9 @@ class Known:
 
 
 Names = Mapping[tuple[str, str], Known]
-"""Allowlist of names in pickles, with a replacement for each (module, name)."""
+"""Allowlist: a replacement for each (module, name)."""
 Persistent = Callable[[Any], Any]
-"""Function that resolves a persistent id, which torch uses for storages."""
+"""Resolves a persistent id, which torch uses for storages."""
 
 
 def load(
@@ -89,8 +88,6 @@ def load(
 
 
 class _Machine:
-    """The stack machine for one pickle."""
-
     def __init__(self, data: bytes, names: Names, where: str, budget: Budget, persistent: Persistent | None):
         self._view = memoryview(data)
         self._data, self._names, self._where, self._budget = data, names, where, budget
@@ -184,7 +181,6 @@ class _Machine:
                 owed = 0
 
     def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
-        """Push a run of numbers onto the stack, and return the position of the next opcode."""
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
@@ -193,7 +189,7 @@ class _Machine:
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute one of the less frequent opcodes without an inline argument, and return the current stack."""
+        """Execute a less frequent opcode, one without an inline argument, and return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -257,9 +253,9 @@ class _Machine:
 
 
 _OWED_BYTES = 1 << 20
-"""Number of bytes that may be allocated before they are charged to the memory budget."""
+"""The budget is charged whenever more than this is owed."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""Size of the argument of each number opcode (BININT1, BININT2, BININT and BINFLOAT), in bytes."""
+"""Argument size in bytes of the number opcodes: BININT1, BININT2, BININT and BINFLOAT."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -267,12 +263,12 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""For each opcode, the kind of value that it pushes on the stack, and the size of its length field in bytes."""
+"""By opcode: the kind of value it pushes, and the size in bytes of its length field."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""Size of the argument of each opcode that has no effect (PROTO and FRAME), in bytes."""
+"""Argument size in bytes of the opcodes that have no effect here: PROTO and FRAME."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Type of empty container that each opcode creates. A set becomes a list, so that only dictionary keys are hashed."""
+"""Empty container by opcode. A set becomes a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

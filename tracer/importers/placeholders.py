@@ -15,11 +15,11 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""Value that some frameworks write in place of a missing logprob."""
+"""Some frameworks write this for a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes that score the same policy: a token with probability 1 in one of them should have probability 1 in all."""
+"""Passes over the same policy: a token with probability 1 in one of them should have it in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""|logprob| up to which a token counts as having probability 1, in nats: the rounding error of a bfloat16 logprob."""
+"""A token with |logprob| up to this, the rounding error of a bfloat16 logprob, counts as having probability 1."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
 """Verdicts on a list of zeros: logprobs, placeholders, or undecided until the end of the import."""
@@ -27,20 +27,20 @@ KEPT, HOLES, OPEN = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Number of values that were treated as placeholders and became NULL, by kind."""
+    """How many values were placeholders and became NULL, by kind."""
 
     clamped: int = 0
-    """Number of -9999 values."""
+    """Values of -9999."""
     masked_zeros: int = 0
-    """Number of 0.0 values outside the loss mask."""
+    """0.0 outside the loss mask."""
     all_zero: int = 0
-    """Number of values in lists of only 0.0 whose tokens do not have probability 1 in another pass."""
+    """0.0 in all-zero lists, unless another pass gives the tokens probability 1."""
     certain: int = 0
-    """Number of values kept in lists of two or more zeros, because another pass also gives the tokens probability 1."""
+    """Zeros kept, in lists of two or more, because another pass also gives the tokens probability 1."""
 
     @property
     def total(self) -> int:
-        """Number of values that became NULL."""
+        """Values that became NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
@@ -62,7 +62,7 @@ class PassRows:
     """One pass's logprobs for R of the B sequences."""
 
     rows: np.ndarray
-    """[R] int64: index of each scored sequence among the B sequences."""
+    """[R] int64 indices of the scored sequences among the B."""
     logprobs: Ragged
 
 
@@ -71,18 +71,18 @@ class ZeroLists:
 
     The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of
     0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass
-    has only 0.0 in the whole import, and another pass of the same policy has other values or is missing, the pass was
-    never filled in, and all its values become NULL.
+    has only 0.0 in the whole import, and another pass of the same policy has other values or no other pass has any, it
+    was never filled in, and all its values become NULL.
     """
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-        """Passes known to have a value."""
+        """Passes with a value so far."""
         self.filled: set[str] = set()
-        """Passes known to have a value other than 0.0."""
+        """Passes with a value other than 0.0 so far."""
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the verdicts per pass: [R], each KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
+        """Return [R] verdicts for each pass: KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
             values, known = part.logprobs.values, _known(part.logprobs)
@@ -97,7 +97,6 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the verdicts per pass. `zero_R` marks each pass's lists of only 0.0."""
         ends = np.cumsum(lengths)
         known: dict[str, np.ndarray] = {}
         far: dict[str, np.ndarray] = {}
@@ -124,13 +123,13 @@ class ZeroLists:
         return found
 
     def was_never_filled(self, name: str) -> bool:
-        """Return True if a pass has had only 0.0 by the end of the import, and these zeros are placeholders."""
+        """Return True if a pass that has only 0.0 at the end of the import was never filled in."""
         others = {other for other in POLICY if other != name}
         return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Return the number of values in lists of two or more zeros."""
+    """Count the values in lists of two or more zeros."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -139,17 +138,16 @@ def num_certain(logprobs: Ragged) -> int:
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
-    """Return the lists with every value marked as not recorded."""
+    """Mark every value as not recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 
 def _known(logprobs: Ragged) -> np.ndarray:
-    """Return an [N] bool mask that is True where a value was recorded."""
     return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return an [R] bool mask that is True for lists with at least one recorded value and only values of 0.0."""
+    """Return an [R] bool mask of lists with at least one recorded value, all of them 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
@@ -160,7 +158,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the number of set flags in each sequence, [B]."""
+    """Count the set flags in each sequence, [B]."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

@@ -17,13 +17,12 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step assigned to responses that have no step because they were not sampled in training."""
+"""Step for responses that have none, because they were not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    """Return True if the first response in a folder has the given key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
         return False
@@ -35,7 +34,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield numbered objects from a JSON Lines file, or from a .json file with one object or an array."""
+    """Yield numbered objects of a JSON Lines file, or of a .json file with one object or an array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):
@@ -51,7 +50,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object. If no request was saved, the object stands in for it."""
+    """Split a saved object into response and request; without a saved request, the object itself serves as one."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -63,7 +62,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format for a server's responses, which are recognised by a key.
+    """Return the format of a server's responses, which are recognised by a key.
 
     `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
     """
@@ -187,7 +186,7 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return the tokens and logprobs of a choice in a completion or chat response."""
+    """Return a choice's tokens and logprobs, from a completion or a chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]

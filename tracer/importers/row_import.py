@@ -34,16 +34,14 @@ from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Standard pass of each logprob column."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns. They are recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
+"""Other score columns, recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
-"""Kind of the cells in each trace column."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
@@ -57,21 +55,21 @@ class Imported:
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Number of imported response tokens."""
+    """Response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Number of logprobs above 0, which are invalid but kept unchanged."""
+    """Logprobs above 0, which are invalid but kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Number of files read in this import; 0 for the parquet format."""
+    """Files read in this import; 0 for the parquet format."""
     num_known_files: int = 0
-    """Number of files that were already in the trace from an earlier import."""
+    """Files already in the trace from earlier imports."""
     held_back: tuple[str, ...] = ()
     """Incomplete parts of the dump, left for a later import; one sentence each."""
     missing: tuple[str, ...] = ()
-    """One sentence for each pass whose logprobs are missing from the files."""
+    """Passes without logprobs in the files; one sentence each."""
 
 
 class RowImport:
@@ -91,12 +89,11 @@ class RowImport:
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """For each pass, a note to record if no row has a logprob of that pass."""
+        """By pass: the note to record if no row has its logprobs."""
         self._where = path
 
     @property
     def state(self) -> Any:
-        """State of the writer that records the rows."""
         return self._writer.state
 
     @contextmanager
@@ -121,7 +118,7 @@ class RowImport:
             raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Declare a pass and its contract. The contract field `logprobs_note` states why the pass has no logprobs."""
+        """Declare a pass and its contract, whose `logprobs_note` says why the pass has no logprobs."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
@@ -149,7 +146,6 @@ class RowImport:
         self.result.num_sequences += columns.num_rows
 
     def add_metrics(self, rows: RowBatch) -> None:
-        """Record logged values. Raises ImportFailed."""
         self._where = rows.file
         by_step: dict[int, dict[str, Any]] = {}
         for step, name, value in read_metrics(rows):
@@ -159,7 +155,7 @@ class RowImport:
             self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
-        """Reach a verdict on lists of zeros that were undecided while rows were read, and note the missing passes."""
+        """Decide on the lists of zeros left open while rows were read, and note missing passes."""
         for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned
@@ -169,7 +165,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record sequences of one step that have the same non-NULL columns."""
+        """All rows have the same step and the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -206,7 +202,7 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """Return a pass's logprobs of the sequences in `columns`, with -9999 and masked 0.0 marked as not recorded."""
+        """Return a pass's logprobs, with -9999 and masked 0.0 marked as not recorded."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -217,7 +213,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores according to the verdict on lists of zeros; hold them back if the verdict is OPEN."""
+        """Record a pass's scores; zeros become NULL if the verdict is HOLES, and wait for `_settle` if it is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -269,15 +265,13 @@ def open_import(
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Scores of one pass that are to be recorded."""
-
     batch: Batch
     columns: Columns
     rows: np.ndarray
-    """[R] row numbers of the scored sequences in the batch."""
+    """[R] indices into the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if the score columns other than logprobs belong to this pass."""
+    """True if the other score columns (OF_TOKENS) belong to this pass."""
 
 
 def _given(columns: Columns, column: Column) -> Any:

@@ -1,4 +1,4 @@
-"""Import format of SkyRL: pickled TrainingInputBatch objects written by `dump_data_batch`, read without SkyRL.
+"""Import SkyRL: TrainingInputBatch objects pickled by `dump_data_batch`, read without SkyRL.
 
 Shapes: B sequences, S padded sequence length, T padded response length.
 """

@@ -1,4 +1,4 @@
-"""Import format of slime: rollout dumps (miles dumps the same samples) joined with train dumps (format version 2).
+"""Import slime: rollout dumps (miles dumps the same samples), joined with train dumps (format version 2).
 
 Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
 """
@@ -41,13 +41,13 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Candidate fields in the dump for each column, and for other inputs from which columns are computed."""
+"""Candidate fields for each column, and for other values that columns are computed from."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Group each rollout file with the trainer's files for the same rollout. Evaluation files are skipped."""
+    """Group each rollout file with its train files; skip evaluation files."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -65,14 +65,14 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return two dicts that map files to rollout numbers: one for rollout files, one for train files."""
+    """Return rollout files and train files, each with its rollout number."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles", judging by the first readable file; None if neither framework wrote the dumps.
+    """Return "slime" or "miles", judging by the first readable file; None if neither wrote it.
 
     miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`; slime does neither.
     """
@@ -90,7 +90,7 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Return a sample's prompt ids and response ids. The last `response_length` tokens are the response."""
+    """Split a sample's tokens into prompt and response, which is the last `response_length` tokens."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
@@ -119,14 +119,14 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return a sample's per-token values, by column; an advantage for the whole sample is left out."""
+    """Return per-token values by column, leaving out an advantage for the whole sample."""
     one = isinstance(fields.get("advantage"), (int, float))
     given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return a sample's experts [S, L, slots]. The file has none for the last token, which had no forward pass."""
+    """Return router choices [S, L, slots]. The file has none for the last token, which had no forward pass."""
     found = fields.array("experts", 3)
     if found is None:
         return None
@@ -139,7 +139,7 @@ def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
 
 
 def _version(fields: Fields) -> int | None:
-    """Return the newest weight version that generated tokens of the sample; None unless versions are numbers."""
+    """Return the newest weight version that sampled tokens; None unless versions are numbers."""
     found = fields.get("policy_version")
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
@@ -157,14 +157,12 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
-    """Return a dump's top-level dict. Raises ImportFailed if there is none."""
     if not isinstance(found, dict):
         raise ImportFailed(f"{where}: is not a dump of samples")
     return found
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Return the samples in a dump. Raises ImportFailed if there are none."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
         raise ImportFailed(f"{where}: has no list of samples")
@@ -174,7 +172,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 def named_fields(
     reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
 ) -> list[tuple[str, Fields]]:
-    """Return the name and the fields of each sample. The name is its index, with a suffix if the index occurs again."""
+    """Return each sample's name and fields. The name is its index, with a suffix if the index repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):
@@ -193,7 +191,7 @@ class StepSamples:
         self.cells: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add cells from one file to a sample. Cells that are already set are not overwritten."""
+        """Add one file's cells to a sample, without overwriting any."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
@@ -204,7 +202,6 @@ class StepSamples:
                 known[column] = value
 
     def batches(self, file: str) -> Iterator[RowBatch]:
-        """Yield the step's samples, one row each."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)
@@ -215,7 +212,7 @@ class StepSamples:
 def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
-    """Add the samples in a rollout dump, and return their names in file order."""
+    """Add a rollout dump's samples; return their names in file order."""
     fields = named_fields(reading, samples_of(record, where), where, budget)
     for name, each in fields:
         cells = sample_cells(each, samples.step) | values_of(each)
@@ -265,7 +262,6 @@ def _add_trained(
 
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
-    """Raise ImportFailed if the sizes of the listed data-parallel shards do not add up to the number of samples."""
     shards = record.get("dp_shards")
     listed = (
         [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []

@@ -18,13 +18,13 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Maximum length of a line, in bytes; enough for a sequence of one million tokens."""
+"""Longest accepted line, in bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Upper estimate of the memory that parsed JSON takes, in bytes per byte of text."""
+"""Parsed JSON takes at most about this many times the memory of its text."""
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file for sequential reading, with a buffer suited to long lines."""
+    """Open for sequential reading, with a buffer that suits long lines."""
     return path.open("rb", buffering=_BUFFER_BYTES)
 
 
@@ -41,7 +41,7 @@ def whole_content(path: Path, times: int = 2) -> bytes:
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each non-blank line. Raises ImportFailed for a line above MAX_LINE."""
+    """Yield non-blank lines with their numbers, from 1. Raises ImportFailed for a line above MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -54,12 +54,12 @@ def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Return all keys of the objects in a JSON file. Raises ImportFailed."""
+    """Return the keys of all objects in a file. Raises ImportFailed."""
     return list(dict.fromkeys(key for _, record, _, _ in _json_objects(filesystem, name) for key in record))
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the objects in a JSON file, with the requested columns that exist. Raises ImportFailed with the line."""
+    """Yield a file's objects as rows, without requested columns that it lacks. Raises ImportFailed with the line."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)
@@ -99,7 +99,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
-    """Yield each object of a JSON file with its number, the number's unit (row or line) and its size in bytes."""
+    """Yield (number, object, unit, size in bytes), where the number counts rows or lines."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
@@ -123,7 +123,7 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
 
 
 def _first_character(file: Any) -> bytes:
-    """Return the first byte that is not whitespace; empty if the file contains only whitespace."""
+    """Skip whitespace and a byte-order mark; empty if the file has nothing else."""
     while block := file.read(4096):
         text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text:
@@ -132,7 +132,6 @@ def _first_character(file: Any) -> bytes:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    """Parse JSON text. Raises ImportFailed."""
     # Python's json has better error messages and also accepts NaN.
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(text)

@@ -39,7 +39,7 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: Path) -> bool:
-    """Return True for an empty file or an incomplete zip file, which is truncated or still being written."""
+    """Return True for an empty file or an incomplete zip file, which may still be being written."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -53,7 +53,7 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a torch.save or pickle.dump file from bytes within a budget; `depth` is its nesting depth in other files."""
+    """Read a file's bytes within a budget; `depth` counts the files that it is nested in."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
     if content[:4] == b"PK\x03\x04":
@@ -115,7 +115,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return an uncompressed zip entry's bytes without copying; for thousands of entries, ZipFile.read is slower."""
+    """View an uncompressed entry's bytes without copying; ZipFile.read is slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -157,7 +157,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """Return the dtype, key and number of elements in a storage's persistent id."""
+    """Parse a storage's persistent id: dtype, key, number of elements."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
@@ -183,12 +183,12 @@ class _DtypeName(_StorageKind):
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the size of an element, in bytes; 1 if the storage has no dtype."""
+    """An untyped storage counts bytes."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return a dict that maps names to the tensors of a TensorDict saved as a single storage."""
+    """Split up a TensorDict that was saved as a single storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -203,7 +203,6 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return a dict that maps names to the tensors of a TensorDict saved as a state dict."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -223,7 +222,7 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return a dict that maps names to the tensors of a TensorDict in any saved form. Raises NotPlain otherwise."""
+    """Return a saved TensorDict's tensors by name, whatever form it was saved in. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")
@@ -231,7 +230,7 @@ def tensors_in(value: Any) -> dict[str, Any]:
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """Return the allowlist of names: plain classes, torch's tensor classes and the framework's own classes."""
+    """Build the allowlist: plain classes, torch's tensors, and the framework's own classes."""
 
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):

@@ -1,6 +1,7 @@
-"""Import format of verl: pickled DataProto objects (gen_batch.dp or any saved batch), and text from rollout_data_dir.
+"""Import verl: pickled DataProto objects (gen_batch.dp or any saved batch), and text from rollout_data_dir.
 
-Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts selected per token.
+Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts selected per
+token.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Return a batch's step from the meta.json in its folder or, without one, from the last number in its path."""
+    """Read a batch's step from the meta.json beside it, or else from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -104,7 +105,6 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and other columns of a DataProto, and its meta_info."""
     found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
@@ -124,7 +124,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the tensors of a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    """Decode a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
     if len(batch) != 3 or not isinstance(batch[2], dict):
         raise NotPlain("its tensors have an unexpected form")
     plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
@@ -132,7 +132,7 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Return a batch's rows; prompts [B, P] are padded on the left, responses and their values [B, T] on the right."""
+    """Prompts [B, P] are padded on the left, responses and their values [B, T] on the right."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
@@ -165,12 +165,12 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
-    """Return a column as an array; None if it is missing or has another number of dimensions."""
+    """None if the column is missing or has another number of dimensions."""
     return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """Return the [B] float64 sums of each row's token rewards; None if rewards are not per token."""
+    """Sum each row's token rewards to [B] float64; None if rewards are not per token."""
     if (rewards := _array(fields, "reward", 2)) is None:
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:

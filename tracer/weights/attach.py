@@ -28,21 +28,21 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries that must be the same in the attached model's config and the recorded one."""
+"""Config entries in which the attached model must match the recorded one."""
 _TOLD = 8
-"""Maximum number of versions or tensors listed in an error."""
+"""At most this many versions or tensors are listed in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """Summary of the weights attached to a trace."""
+    """Weights that were attached to a trace."""
 
     version: int
     folder: str
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if the folder's tokenizer was stored too; it is not stored if the trace already has a tokenizer."""
+    """True if a tokenizer was stored too; a trace that already has one keeps it."""
 
 
 def attach(
@@ -101,7 +101,7 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption and others."""
+    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption or NotInstalled."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -177,7 +177,7 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Raise InvalidOption if no row of the trace has this version; if rows have no versions at all, accept any."""
+    """Accepts any version if the trace's rows have none at all."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; give a policy version: a number of optimizer updates, 0 or more")
     there: set[int] = set()
@@ -191,7 +191,6 @@ def _check_version(snapshot: Snapshot, version: int) -> None:
 
 
 def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
-    """Raise InvalidOption if the model's sizes or vocabulary do not match the trace."""
     where, config = snapshot.store.url, model.config.to_dict()
     for known in snapshot.writers:
         if known.model.get("adapters"):
@@ -221,7 +220,7 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """For each file of a table, yield the given columns that exist in the file."""
+    """Yield a table for each file, without requested columns that it lacks."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -230,7 +229,7 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights of a version will be replaced. Raises InvalidOption if that is not allowed."""
+    """Return the writers whose weights will be replaced. Raises InvalidOption if that is not allowed."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
@@ -249,7 +248,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove weights that a writer attached; its state is marked first, so that readers ignore them."""
+    """Remove the weights that a writer attached. Its state is marked first, so readers ignore them."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -20,12 +20,12 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""Torch's name for each dtype name in safetensors."""
+"""torch's names of safetensors dtypes."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders; a name ends with the version number."""
+    """Reads policy versions that a run saved as Hugging Face folders, whose names end with the version."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -38,7 +38,6 @@ class CheckpointReader:
 
     @property
     def versions(self) -> list[int]:
-        """Policy versions that can be read, in ascending order."""
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
@@ -81,7 +80,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with `architectures`, which vLLM needs; a model never loaded from disk lacks it."""
+    """Add `architectures` to a model's config: vLLM needs it, and a model never loaded from disk lacks it."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

@@ -1,8 +1,8 @@
 """Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk, or as sparse changes.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. No Zarr library is used for writing, for two reasons: it would spend 10 ms and start threads for each array, which
-would slow every training step of a small model, and its threads are no longer available at interpreter exit.
+them. They are written without one: it would spend 10 ms and start threads for each array, slowing every training step
+of a small model, and its threads are gone at interpreter exit.
 
 At a small learning rate, an update changes few of a half-precision model's weights, and most of those by one unit in
 the last place. A change is stored as two numbers: the distance from the previous changed element, and the difference
@@ -10,7 +10,8 @@ between the new and the old bits, as unsigned integers with wraparound. Differen
 any order, and undone.
 
 Shapes: R rows (versions) in a segment, E elements in a row (all tensors of one dtype), C elements in a chunk, K changed
-elements in a chunk, G bytes that encode distances."""
+elements in a chunk, G bytes that encode distances.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +33,19 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integer type for each number of bytes per element."""
+"""Unsigned integer types by bytes per element."""
 Bits = dict[str, np.ndarray]
-"""[E] bits of all tensors of each dtype."""
+"""By dtype: [E] bits of all its tensors."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
-    """Return the unsigned integer type that has the size of a dtype."""
+    """Return the unsigned integer type of a dtype's size."""
     return BITS[ITEM_BYTES[dtype]]
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """Return a tensor's elements from the row with all tensors of its dtype."""
+    """Slice a tensor out of the row that holds its dtype."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
@@ -54,7 +55,6 @@ def chunk_elements(dtype: str, num_elements: int) -> int:
 
 
 def group_document(attributes: dict[str, Any]) -> bytes:
-    """Return the metadata of a Zarr group."""
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(document, indent=1).encode()
 
@@ -100,12 +100,11 @@ def write_row(
 
 
 def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the indices of chunks whose size is not zero, and the sum of all sizes."""
     return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    """Call `work` with every chunk's index on the encoder threads, and return the results in order."""
+    """Call `work` with each chunk index on the encoder threads; return the results in order."""
     if num_chunks <= 1:
         # For a small model, waking another thread would slow training more than encoding in this thread.
         return [work(0)]
@@ -154,34 +153,33 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
 
 
 def chunk_key(row: int, index: int) -> str:
-    """Return a chunk's path relative to its array's folder."""
+    """Return a chunk's path in its array's folder."""
     return f"c/{row}/{index}"
 
 
 def changes_key(row: int, index: int) -> str:
-    """Return the path of a chunk's sparse changes, relative to its array's folder."""
     return f"changes/{row}/{index}"
 
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] positions of a chunk's changed elements, ascending, and [K] differences between their new and old bits."""
+"""[K] positions of a chunk's changed elements, ascending, and [K] differences, new minus old bits."""
 
 _LONGEST = 255
-"""Byte value that means: add the next byte to the distance."""
+"""A byte of this value continues: the next byte is added to the distance."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """Return a chunk's changes. `delta_C` is the XOR of the chunk's new bits, `bits_C`, and its old bits."""
+    """`delta_C` is the XOR of a chunk's new and old bits, `bits_C` the new ones."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """Return the sum of several changes to the same chunk."""
+    """Sum several changes to the same chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]
@@ -195,7 +193,7 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write a chunk's changes, and return the file's size on disk in bytes."""
+    """Write a chunk's changes; return their size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST
@@ -231,6 +229,6 @@ def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -
 
 
 def _folded(differences_K: np.ndarray) -> np.ndarray:
-    """Encode signed integers as unsigned ones by zigzag: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Zigzag encoding: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     high = 8 * differences_K.dtype.itemsize - 1
     return (differences_K << 1) ^ -(differences_K >> high)

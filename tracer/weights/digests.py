@@ -14,10 +14,10 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Name of an integer dtype that both torch and NumPy have, for each number of bytes per element."""
+"""By bytes per element: an integer dtype that both torch and NumPy have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""A digest: an int or, on an accelerator, an int64 tensor that `resolved` converts to an int."""
+"""An int or, on an accelerator, an int64 tensor that `resolved` converts."""
 
 _coefficients: dict[Any, Any] = {}
 
@@ -25,10 +25,10 @@ _coefficients: dict[Any, Any] = {}
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
     """Return a tensor's digest, after rounding it to a floating-point `dtype` and moving it to `device`, if given.
 
-    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, the bytes are read as 32-bit lanes,
-    each lane is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so
-    that only the sum leaves the device. Digests from different device types cannot be compared. The tensor is cast and
-    moved in pieces. If `through` is given, the tensor is rounded to that dtype before it is rounded to `dtype`.
+    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, it is the sum modulo 2^64 of the bytes
+    as 32-bit lanes, each multiplied by an odd number that depends on its position, so only the sum leaves the device.
+    Digests from different device types cannot be compared. The tensor is cast and moved in pieces. With `through`, it
+    is rounded to that dtype before it is rounded to `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -43,7 +43,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as integers from 0 to 2^64 - 1; all are copied from the accelerator at once."""
+    """Return digests as integers from 0 to 2^64 - 1, copied from the accelerator all at once."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -56,7 +56,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Return a small tensor's digest, the same as `_of_bytes` but with fewer torch calls."""
+    """Same as `_of_bytes`, with fewer torch calls for a small tensor."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -64,7 +64,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Return the XXH3-64 of a tensor's bytes; the tensor is cast in pieces that fit into the CPU cache."""
+    """Casts in pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -74,7 +74,7 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """Return the weighted sum of a tensor's 32-bit lanes, in int64 with wraparound."""
+    """Weighted sum of the tensor's 32-bit lanes, in int64 with wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -97,7 +97,7 @@ def _cast(piece: Any, dtype: Any, through: Any) -> Any:
 
 
 def _runs(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield 1-D parts of a tensor in row-major order, with at most `most` elements each."""
+    """Yield 1-D parts in row-major order, of at most `most` elements."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(most)
     elif tensor[0].numel() > most:
@@ -109,7 +109,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in pieces of exactly `most`; the last piece may be shorter. Empty tensors have none."""
+    """Yield pieces of exactly `most` elements; the last may be shorter. An empty tensor yields none."""
     import torch
 
     held: list[Any] = []
@@ -137,7 +137,7 @@ def _odd_numbers(device: Any) -> Any:
 
 
 def _shifted(z: Any, places: int) -> Any:
-    """Shift int64 values right logically, as if they were unsigned."""
+    """Shift int64 right logically, as if it were unsigned."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

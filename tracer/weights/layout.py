@@ -1,4 +1,4 @@
-"""Layout of a model's tensors: which tensors share memory, and which shards this process has."""
+"""Lay out a model's tensors: which ones share memory, and which shards this process holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules added by FSDP1 and activation checkpointing, which a state_dict leaves out of tensor names."""
+"""Wrapper modules of FSDP1 and activation checkpointing, which a state_dict leaves out of tensor names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class FlatPart:
     """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its elements in row-major order."""
 
     values: Any
-    """1-D tensor with the shard's elements."""
+    """1-D tensor."""
     start: int
     """Index of the shard's first element in the whole parameter."""
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class FlatPart:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Return the number of elements in the whole parameter, like DTensor.numel."""
+        """Count the whole parameter's elements, as DTensor.numel does."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -62,7 +62,7 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """Return a model's parameters as this process holds them, without duplicates, as in `model_tensors`."""
+    """Return the parameters among `model_tensors`, without duplicates."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -70,7 +70,7 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Return the number of elements in the whole parameter, even if ZeRO-3 has replaced it with an empty tensor."""
+    """Count the whole parameter's elements, even if ZeRO-3 has replaced it with an empty tensor."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
@@ -100,12 +100,12 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """Return a module's FSDP1 flat parameter; None if FSDP1 does not manage the module."""
+    """Return a module's FSDP1 flat parameter, or None."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield the shards of the parameters in an FSDP1 flat parameter."""
+    """Split an FSDP1 flat parameter's local shard into one part per parameter."""
     # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
@@ -121,7 +121,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Return a layout with one array per dtype and tied tensors only once. Raises InvalidRecord for other dtypes."""
+    """Lay tensors out in one array per dtype, tied tensors only once. Raises InvalidRecord for other dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}
@@ -145,7 +145,7 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True if a tensor is distributed over processes (a DTensor or FlatPart)."""
+    """Return True for a DTensor or FlatPart, which is distributed over processes."""
     return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
@@ -155,7 +155,6 @@ def replicated(tensor: Any) -> Any:
 
 
 def local_part(tensor: Any) -> Any:
-    """Return this process's shard of a tensor."""
     if isinstance(tensor, FlatPart):
         return tensor.values
     tensor = tensor.detach()

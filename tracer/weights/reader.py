@@ -34,7 +34,7 @@ from .chunks import (
 )
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""Ways to supply a trace's weights, for error messages."""
+"""Ways to supply weights, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Tensor:
     """A tensor's bits and dtype."""
 
     dtype: str
-    """dtype, as torch names it."""
+    """As torch names it."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
@@ -58,37 +58,34 @@ class LazyTensor(Tensor):
 
     @property
     def bits(self) -> np.ndarray:  # type: ignore[override]
-        """Unsigned integers in the tensor's shape."""
         return self._read()  # type: ignore[no-any-return, attr-defined]
 
 
 class WeightReader:
     """Reads the policy versions whose weights a trace stores.
 
-    The version read last is kept in memory, so that reading its successor needs only one delta. Two kinds of versions
-    are not kept: the first one read, since it may be the only one, and versions larger than half of the machine's
-    memory.
+    The last version read stays in memory, so that reading its successor takes only one delta. Two kinds of versions do
+    not stay: the first one read, since it may be the only one, and versions larger than half of the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     """Maximum size of a version kept in memory, in bytes."""
 
     def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, checkpoints: str | None = None):
-        """`writers` are the writers' states; `checkpoints` is the recorded checkpoint folder, for error messages."""
+        """`checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
         """One sentence for each damaged or missing part."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """A sentence about the damage for each (version, attempt) with a damaged or missing part."""
+        """By (version, attempt): a sentence about a damaged or missing part."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Version and bits of the chunks kept in memory, by (segment, dtype, chunk): every chunk of the version read
-        last, or only the chunk read last if that version is not kept."""
+        """By (segment, dtype, chunk): version and bits of the chunks in memory (one version's, or just the last)."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
-        """Number of elements per dtype in each segment."""
+        """Elements by segment and dtype."""
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
         self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -130,20 +127,19 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Each version's records from the newest training attempt, one per writer."""
+        """By version: its records from the newest training attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
     def versions(self) -> list[int]:
-        """Policy versions that can be read, in ascending order."""
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the training attempts that stored a version; 0 stands for an unknown attempt."""
+        """Return the training attempts that stored a version; 0 is an unknown attempt."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return a version's records from a training attempt, by default the newest that has the version."""
+        """By default, from the newest attempt that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -151,7 +147,7 @@ class WeightReader:
         return attempt if attempt in attempts else max(attempts)
 
     def layout(self, record: WeightVersion) -> WeightLayout:
-        """Return the layout of a segment's tensors. Raises DamagedTrace."""
+        """Return the layout of a record's segment. Raises DamagedTrace."""
         if record.segment not in self._layouts:
             relative = f"{WEIGHTS}/{record.segment}/{DOCUMENT}"
             where = self.store.shown(relative)
@@ -192,7 +188,7 @@ class WeightReader:
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """Return the errors found in the writers' parts of a version."""
+        """Read and verify all parts of a version; return the errors found."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -209,7 +205,6 @@ class WeightReader:
         return found
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        """Return the tensors by name; each is read only when its bits are accessed."""
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
@@ -236,7 +231,6 @@ class WeightReader:
         return found | {name: found[kept] for name, kept in tied.items()}
 
     def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
-        """Return a whole tensor's bits, assembled from the shards that the writers stored."""
         first = parts[0][1]
         if first.whole_shape is None:
             return self._read(*parts[0]).reshape(first.shape)
@@ -250,7 +244,7 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Return the [N] bits of a tensor stored by a writer, verified against the recorded hash."""
+        """Return the [N] bits of a writer's tensor, verified against the recorded hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -269,7 +263,6 @@ class WeightReader:
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
-        """Return the [C] bits of one chunk of a version."""
         key, path = (record.segment, dtype, index), self._path(record)
         held = self._held.pop(key, None)
         chunk_C = None if held is None else self._moved(*held, path, dtype, index)
@@ -289,7 +282,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert another version's chunk by undoing changes back to the common ancestor; None if impossible."""
+        """Turn another version's chunk into this one by way of their common ancestor; None if impossible."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
@@ -319,7 +312,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, in order, the keyframe first. Raises WeightsMissing."""
+        """Return the records that rebuild a version, keyframe first. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -390,7 +383,7 @@ class WeightReader:
 
     @property
     def told_checkpoints(self) -> str:
-        """Sentence about the checkpoint folder recorded in the trace, and how to read it."""
+        """Says where the recorded checkpoints are, and how to read them."""
         return (
             f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
             f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
@@ -411,7 +404,7 @@ def _attempt(writer: WriterState | None) -> int:
 
 
 def _segment_of(name: str) -> Segment | None:
-    """Return the segment in a version's file name, `<segment>.<version>.json`; None for other names."""
+    """Parse `<segment>.<version>.json`; None for other names."""
     stem, _, version = name.removesuffix(".json").rpartition(".")
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 

@@ -39,34 +39,33 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more if the segment's deltas together are smaller than its keyframe."""
+"""Versions per segment if many elements change; more while the deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Maximum number of versions per segment."""
+"""Maximum versions per segment."""
 
 FEW = 1 / 8
-"""Share of changed elements up to which an update is stored as sparse changes; above it, all bits are stored."""
+"""If at most this share of elements changed, sparse changes are stored, else all bits."""
 STRIDE = 4
-"""Row r stores changes to row r - STRIDE ** n, where STRIDE ** n is the largest power that divides r; rebuilding a
-version then takes only a few rows."""
+"""Row r stores changes to row r - STRIDE ** n, the largest power that divides r, so few rows rebuild a version."""
 MOST_ON_THE_WAY = 0.36
 """Maximum sum of changed shares since the keyframe; applying that many takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version that is copied through pinned memory, in bytes. Larger copies make the caller wait."""
+"""Largest version copied through pinned memory; for larger ones, the caller waits."""
 
 ENCODERS = 2
-"""Number of compression threads."""
+"""Compression threads."""
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""Changes to each chunk, as one list per dtype."""
+"""By dtype: the changes to each chunk."""
 
 
 class WeightWriter:
     """Copies weights to the host, and writes them to disk on a separate thread.
 
-    Host memory holds two copies of the weights: the version being written and the previous one. A call that submits a
-    version waits until the previous one is written, and the wait is counted.
+    Host memory holds two copies of the weights: the version being written and the previous one. Submitting a version
+    waits until the previous one is written, and the wait is counted.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class WeightWriter:
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME, most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):  # fmt: skip
-        """`account` is called with the SealedFile of each metadata file written, by path in the trace."""
+        """`account` receives the SealedFile of each metadata file written, by path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Sizes of the segment's keyframe and of its deltas, in bytes."""
+        """Bytes of the segment's keyframe, and of its deltas."""
         self._is_few = True
-        """True if all rows after the current segment's keyframe are stored as sparse changes."""
+        """True while all rows after the segment's keyframe are sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """For each level, the changes not yet summed into the next level: single rows, sums over STRIDE rows, ..."""
+        """By level (single rows, sums over STRIDE rows, ...): changes not yet summed into the next level."""
         self._on_the_way: list[int] = []
-        """[rows] number of changed elements to apply when a row of the segment is rebuilt from the keyframe."""
+        """[rows] changed elements to apply when rebuilding a row from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -99,7 +98,6 @@ class WeightWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that stopped writing, or None."""
         return self._worker.error
 
     @property
@@ -109,12 +107,10 @@ class WeightWriter:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time used by the writer's threads, in seconds."""
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a policy version, unless it is already stored. `tensors` maps state_dict names to tensors on any
-        device, whole or sharded.
+        """Store a policy version once. `tensors` maps state_dict names to whole or sharded tensors on any device.
 
         Returns as soon as the caller may modify the tensors again. For CUDA tensors the current stream waits for the
         copy, and the caller waits only if the version is larger than PINNED_BYTES. Raises InvalidRecord for an
@@ -144,7 +140,6 @@ class WeightWriter:
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Abandon the writer's threads without waiting for them."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
@@ -189,9 +184,9 @@ class WeightWriter:
     def _plan(
         self, row: int, delta: Bits, bits: Bits, *, is_few: bool
     ) -> tuple[int, ChunkChanges] | tuple[None, None] | None:
-        """Return how to store a version as this row of the segment; None if a new segment must be started.
+        """Decide how to store a version as this row of the segment; None if a new segment must begin.
 
-        A version is stored as changes to a base row or, without one, as the XOR with the previous row's bits.
+        Returns a base row and the changes to it, or (None, None) for the XOR with the previous row's bits.
         """
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
@@ -227,7 +222,7 @@ class WeightWriter:
         return map_chunks(find, -(-len(bits_E) // size), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
-        """Write a row's sparse changes; return the indices of the changed chunks, and their size on disk in bytes."""
+        """Return the indices of the changed chunks, and their size on disk in bytes."""
 
         def write(index: int) -> int:
             changes = of_chunks[index]
@@ -255,7 +250,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits (None if complete)."""
+    """Copy bits to the host, reusing `spare`; return them, and a function that waits for the copy (None if done)."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
