@@ -1,4 +1,4 @@
-"""Facts about a run compared with its baseline run: where the two first diverge, and what differs there or later."""
+"""Facts about a run and its baseline: the first difference, and what else differs there or later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from ..settings import suspect_of
 from .engine import declared_lag, is_farther_behind, weighs
 
 _SAME = 1e-5
-"""Relative difference up to which two logged numbers count as equal."""
+"""Relative difference up to which two logged numbers are equal."""
 _SHOWS = 1e-4
-"""Minimum policy change per update, in nats per token, at which a loss term is visible in the gradient norm."""
+"""Policy change per update, in nats per token, from which a loss term shows in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield the first difference between two runs that were identical before."""
     if parted is None:
         return
     group = ""
@@ -43,7 +42,7 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield how the first differing update differs: in gradient, size, loss and resulting weights."""
+    """How the first differing update differs: gradient, size, loss and resulting weights."""
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
@@ -81,7 +80,7 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 
 
 def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield identical responses that get different rewards in the two runs."""
+    """Identical responses that get different rewards in the two runs."""
     a, b = facts.rollouts, control.rollouts
     at_a, at_b = shared_responses(a, b)
     difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
@@ -104,7 +103,7 @@ def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
-    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
+    """True if the first step whose rewards differ has the baseline's rewards in another order."""
     for step in np.unique(a.step):
         one, two = a.at_step(step), b.at_step(step)
         if len(one.step) != len(two.step) or not (one.whole == two.whole).all():
@@ -115,7 +114,6 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield differences in advantages, lag, mismatch and learning rate."""
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < of_control:
         yield fact(
@@ -148,7 +146,7 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
 
 
 def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield settings and prompts that differ."""
+    """Settings and prompts that differ."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         suspect, pair = suspect_of(name), (facts.settings[name], control.settings[name])
         if suspect != "unknown" and pair[0] != pair[1]:
@@ -165,11 +163,11 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 _OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "prompts_changed")
-"""Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
+"""Facts about a run that count as a difference if the baseline lacks the same change."""
 
 
 def changed(facts: Facts, control: Facts, parted: Divergence | None, known: tuple[Fact, ...] = ()) -> Iterator[Fact]:
-    """Yield the run's changes near the drop that are absent from the baseline run, given the facts of the run."""
+    """Changes near the drop that the baseline lacks; `known` are the facts of the run."""
     of_control = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for one in known:
         if (

@@ -20,7 +20,7 @@ from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
-"""Minimum number of steps before a drop for estimating the usual size of advantages."""
+"""Steps before a drop needed to estimate the usual size of advantages."""
 
 
 def _known(value: float) -> float:
@@ -28,7 +28,7 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
-    """Yield how often identical responses get different rewards since the drop, relative to before it."""
+    """How often identical responses get different rewards since the drop, compared with before."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
         return
@@ -39,7 +39,6 @@ def repeats(facts: Facts) -> Iterator[Fact]:
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that belong to other rows."""
     found = facts.repeated
     if found.num_pairs and found.lies_off:
         values: dict[str, Measured] = {
@@ -53,7 +52,6 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
-    """Yield identical responses whose reward changes at a step, and whether their length explains it."""
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off:
         return
@@ -64,7 +62,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that change at a step, or lose their relation to likelihood, with the same policy and engine."""
+    """Rewards that change, or stop following likelihood, while policy and engine stay the same."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
@@ -79,7 +77,7 @@ def alone(facts: Facts) -> Iterator[Fact]:
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """Yield an evaluation that holds while the recorded reward drops, or a reward that stays up while it drops."""
+    """An evaluation that holds while the reward drops, or a reward that holds while the evaluation drops."""
     fall, reward = facts.fall, facts.values("reward")
     if fall is not None and facts.outcome is not None and facts.outcome.is_evaluation and fall.outcome == "reward":
         yield fact("evaluation_holds", 1.0)
@@ -101,7 +99,6 @@ def hidden(facts: Facts) -> Iterator[Fact]:
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
-    """Yield how advantages follow rewards within groups, since the drop and before."""
     since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
@@ -123,7 +120,7 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Yield changes in the mean or scale of advantages, and bursts."""
+    """Changes in the mean or scale of advantages, and bursts."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
@@ -164,7 +161,6 @@ def sizes(facts: Facts) -> Iterator[Fact]:
 
 
 def length(facts: Facts) -> Iterator[Fact]:
-    """Yield how response length changes, and whether the reward depends on length."""
     assert facts.fall is not None
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
     if changes and paid and order_beside(changes[0], facts.fall) != AFTER:
@@ -178,11 +174,11 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Size of a change with a weight of one half, by series, regardless of scatter."""
+"""Size of a change that weighs one half, by series, whatever the scatter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change in the prompts near the drop, and whether several prompt series change at that step."""
+    """The clearest change in the prompts near the drop; it counts more if several prompt series change at that step."""
     best: tuple[float, Fact] | None = None
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
@@ -200,7 +196,7 @@ def prompts(facts: Facts) -> Iterator[Fact]:
 
 
 def cut(facts: Facts) -> Iterator[Fact]:
-    """Yield a length that responses no longer exceed and at which many end."""
+    """A length that responses no longer exceed and at which many end."""
     assert facts.fall is not None
     width = max(len(facts.steps) // 10, 5)
     intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
@@ -237,7 +233,8 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
 def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
     """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
 
-    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not."""
+    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not.
+    """
     of_before, of_after = (
         np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
         for lengths in (before, after)
@@ -247,7 +244,7 @@ def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
-    """Yield responses that start to end early, with tokens that rarely ended a response before."""
+    """Responses that start to end early, on tokens that rarely ended a response before."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     before = facts.rollouts.until(begins - 1)

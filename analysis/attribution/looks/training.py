@@ -20,24 +20,23 @@ _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
     "entropy_coefficient": (1e-6, 0.1),
 }  # fmt: skip
-"""Setting -> its usual range."""
+"""Usual range of each setting."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
-    """Return a change's series, step, interval and both values."""
     return {"series": change.series, "step": change.step, "low": change.low, "high": change.high, "from_value": change.before,
             "to_value": change.after}  # fmt: skip
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change's step fits the onset: 1 within the onset interval, less before it."""
+    """Return how well a change fits the onset: 1 within its interval, less the earlier it came."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
 def settings(facts: Facts) -> Iterator[Fact]:
-    """Yield, per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
+    """Per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
     assert facts.fall is not None
     step = facts.fall.step
     for suspect in SUSPECTS:
@@ -56,7 +55,6 @@ def settings(facts: Facts) -> Iterator[Fact]:
 
 
 def unusual(facts: Facts) -> Iterator[Fact]:
-    """Yield settings far outside their usual range."""
     is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
     for name, (low, high) in _CUSTOMARY.items():
         value = facts.settings.get(name)
@@ -71,7 +69,7 @@ def unusual(facts: Facts) -> Iterator[Fact]:
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
-    """Yield by how much the learning rate exceeds its earlier median at or before the onset."""
+    """How far the learning rate rises above its earlier median by the onset."""
     assert facts.fall is not None
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
@@ -88,7 +86,6 @@ def rate(facts: Facts) -> Iterator[Fact]:
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
-    """Yield the size of updates relative to the weights, and the largest one at the onset."""
     assert facts.fall is not None
     values = facts.values("update_to_weight")
     known = np.isfinite(values) & (values > 0)
@@ -107,7 +104,7 @@ def updates(facts: Facts) -> Iterator[Fact]:
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
-    """Yield how entropy changes at the onset and from just before it to the end, and whether the change lasts."""
+    """How entropy changes at the onset and until the end, and whether that lasts."""
     assert facts.fall is not None
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]
@@ -134,7 +131,7 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Yield a fact if the reference model changes, the distance to it jumps, or the policy returns to it."""
+    """Whether the reference model changes, the distance to it jumps, or the policy returns to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
