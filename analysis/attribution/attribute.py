@@ -146,9 +146,8 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
             suspects = judged(known, ALONE)
         else:
             suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
-        if (
-            facts.new_reward is not None and step == facts.new_reward.step
-        ):  # the change is certain, so a named suspect caused it
+        if facts.new_reward is not None and step == facts.new_reward.step:
+            # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
@@ -309,7 +308,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
+    # Before the first update, weights differ only if trainer or engine quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:

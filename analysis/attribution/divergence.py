@@ -118,9 +118,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         )
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
-    if (
-        tokens is not None and not tokens.apart and not equal.any()
-    ):  # no token to compare: all responses differ at their first token
+    if tokens is not None and not tokens.apart and not equal.any():
+        # All responses differ at their first token, which leaves none to compare.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan

@@ -86,7 +86,7 @@ class Facts:
     """The drop in the judged outcome, or one that only shows beside a baseline."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
-    """None for a baseline run, or if the passes share no token."""
+    """None for a baseline, or if `check` could not run."""
     database: Database
     """The usable steps; their sequences and changes are read on demand."""
     pair: Pair
@@ -111,9 +111,8 @@ class Facts:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        ordered = (
-            replace(change, order=order_beside(change, fall)) for change in found
-        )  # the drop may have been found with a baseline run, so the order is computed again
+        # A baseline may have moved the drop, which changes the order.
+        ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
@@ -134,7 +133,7 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # a later change that does not qualify discards the earlier one
+            else:  # another change followed, so the earlier one was not permanent
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
@@ -148,7 +147,7 @@ class Facts:
         """Return the changes in a suspect's settings near the drop or, without any, long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A logged number that is constant may be a measurement, such as a share of 0 or the best reward.
+            # A constant number in the log may be a measurement, such as a share of 0 or the best reward so far.
             found = [change for change in found if change.series in self.settings or is_setting(change.series)]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found

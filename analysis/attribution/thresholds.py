@@ -16,11 +16,10 @@ LAG_GROWS = 2.0
 LEARNED = 0.1
 """Fraction of the run, from its start, that it takes to see what is normal, such as the lag."""
 WAS_THERE = 0.5
-"""Noise in the reward is not the cause if this fraction of it was there before the drop: the run learned in spite of
-it."""
+"""Noise in the reward is ruled out if more than this fraction of it was there before the drop: the run learned in spite
+of it."""
 ADVANTAGE_FOLLOWS = 0.3
-"""If every group has one member, advantages follow rewards above this correlation within a step; a critic may remove
-most of the reward."""
+"""Within a step, advantages follow rewards above this correlation; a critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
 """Advantages agree with rewards above this correlation within groups; baselines and scaling leave it at 1, clipping
 above 0.8."""

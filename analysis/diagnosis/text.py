@@ -26,7 +26,7 @@ from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_f
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
-    """Render a diagnosis: the headline, then one answer per question: `valid`, `why`, `normal` and `next`.
+    """Render the headline, then one answer per question.
 
     `verbose` adds tables: the check's evidence, dtypes, published figures, alerts and replays.
     """
@@ -43,7 +43,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return the headline for a run; `checked` is None if the run does not have two passes to compare."""
+    """Return the headline of a run; `checked` is None without two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -82,7 +82,6 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 
 
 def _data_faults(checked: CheckResult | None) -> list[str]:
-    """Return the names of the faults in the run's data, each with its first step."""
     return [
         each.title if each.since is None else f"{each.title}, starting at step {each.since}"
         for each in (() if checked is None else data_faults(checked))
@@ -90,7 +89,7 @@ def _data_faults(checked: CheckResult | None) -> list[str]:
 
 
 def _named(attribution: Attribution) -> set[str]:
-    """Return the names of the series in the evidence for the most probable cause."""
+    """Return the series that the evidence for the most probable cause names."""
     if not attribution.suspects:
         return set()
     first = attribution.suspects[0]
@@ -108,14 +107,13 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Return a suspected cause as named in the headline. The detail of a mismatch that grows at a step is omitted, because
-    the headline already states the step."""
+    """Return a suspect as the headline names it: without the kind of a mismatch that grows at a step, which it already
+    states."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
-    """Return one or two lines per question."""
     finding, attribution = found.checked.findings[0], found.attribution
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
@@ -147,7 +145,6 @@ def _answers(found: Diagnosis, width: int | None) -> str:
 
 
 def _labelled(name: str, text: str, width: int | None) -> str:
-    """Return a label followed by the wrapped text, indented past the label."""
     return f"{name:<8}{wrapped(text, ' ' * 8, width).strip()}"
 
 
@@ -166,7 +163,6 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 
 
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as JSON: codes, all numbers, and the sentences rendered from them."""
     result = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     if found.located is not None:
         result["located"]["sentence"] = location_sentence(found.located)
@@ -187,7 +183,6 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def numerics_text(numerics: Numerics) -> str:
-    """Describe the precision in which each pass was computed."""
     parts = []
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
@@ -201,7 +196,7 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def alerts_text(found: Diagnosis, most: int | None = None) -> str:
-    """List up to `most` of the alerts that fired, with a note if they disagree with the verdict of the check."""
+    """List up to `most` of the alerts that fired, and say if they disagree with the check."""
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
@@ -214,7 +209,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """Return a sentence that states whether the size of the mismatch is normal; after an unexplained jump it is not."""
+    """State whether the size of the mismatch is normal; after an unexplained jump it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
@@ -222,7 +217,7 @@ def normal_text(found: Diagnosis) -> str:
 
 
 def broken_text(found: Diagnosis) -> str:
-    """State what must be fixed, since which step, and which command found it; empty if nothing is broken."""
+    """State what to fix, since when, and which command found it; empty if nothing is broken."""
     if (broken := found.broken) is None:
         return ""
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
@@ -237,9 +232,10 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Return a sentence that states whether the size of the mismatch is normal; if the comparison is not valid, only its size.
+    """State whether the size of the mismatch is normal; in an invalid comparison, only its size.
 
-    `explanation`: the finding of the check in a valid comparison."""
+    `explanation`: the finding of the check in a valid comparison.
+    """
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."
@@ -263,7 +259,6 @@ def _size_sentence(size: SizeComparison) -> str:
 
 
 def effect_text(effect: ReplayEffect) -> str:
-    """Describe how a replay changes the mismatch."""
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",

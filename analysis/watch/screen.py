@@ -19,7 +19,7 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """Return True if stdout is a terminal on which text can be redrawn in place."""
+    """True if stdout is a terminal that can redraw text in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
@@ -56,7 +56,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Render a view as text for output that is not a terminal."""
+    """Render a view for output that is not a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)

@@ -81,7 +81,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    # A linear warm-up reaches 2.
+    # A linear warm-up alone reaches 2.
     yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
