@@ -83,7 +83,8 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
         parts.append(_facts(result))
     elif change is not None:
         named = [one for one in change.suspects if one.code != "unknown"][:1]
-        parts += ["\n".join([f"If the run did get worse, at step {change.step}:", *_evidence(one)]) for one in named]
+        head = f"If the run did get worse, at step {change.step}:"
+        parts += ["\n  ".join([head, *map(evidence_sentence, one.for_it)]) for one in named]
     if suspects:
         parts.append(_alike(suspects))
     parts += [_rows(result), _questions(result, suspects)]
@@ -102,10 +103,6 @@ def _facts(result: Attribution) -> str:
             break
         lines.append(line)
     return "\n".join(lines)
-
-
-def _evidence(suspect: Suspect) -> list[str]:
-    return [f"  {evidence_sentence(one)}" for one in suspect.for_it if one.code != "prior"]
 
 
 def _alike(suspects: tuple[Suspect, ...]) -> str:

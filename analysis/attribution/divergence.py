@@ -145,9 +145,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 def _apart_at(facts: Facts, step: int) -> float:
     """Return mean |d| at a step, in nats, but at least MATERIAL_MISMATCH."""
-    place = int(np.searchsorted(facts.steps, step))
-    values = facts.values("mean_abs_d")
-    return max(float(values[place]) if place < len(values) else math.nan, t.MATERIAL_MISMATCH)
+    return max(facts.at("mean_abs_d", step), t.MATERIAL_MISMATCH)
 
 
 def _of_rewards(

@@ -62,14 +62,11 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
     return found
 
 
-LOOKS = (*engine.ALL, *samples.ALL, *training.ALL)
-
-
 def table(facts: Facts) -> tuple[Fact, ...]:
     """Return a run's facts, strongest first; empty without a drop."""
     if facts.fall is None:
         return ()
-    return _sorted([one for look in LOOKS for one in look(facts)])
+    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
 
 
 def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:

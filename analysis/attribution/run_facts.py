@@ -167,6 +167,11 @@ class Facts:
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
+    def at(self, name: str, step: int) -> float:
+        """Return the value of a series at a step; NaN where missing."""
+        place = int(np.searchsorted(self.steps, step))
+        return float(self.values(name)[place]) if place < len(self.steps) else math.nan
+
     @cached_property
     def since_fall(self) -> Rollouts:
         """Sequences since the earliest possible onset; all of them without a drop."""

@@ -86,22 +86,6 @@ EVIDENCE: Mapping[str, str] = {
 }  # fmt: skip
 """Sentences by code of a fact about a run; DIFFERENCES has those about a run and its baseline."""
 
-UNITS: Mapping[str, str] = {
-    "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
-    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
-    "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
-    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
-    "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
-    "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
-    "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",
-    "reward_before": "rewards", "series": "name", "setting": "name", "share": "0 to 1", "step": "step",
-    "still_share": "0 to 1", "surprisal": "nats", "to_value": "the series'", "trainer_share": "0 to 1",
-    "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
-    "value": "the setting's", "version": "step, or steps before",
-}  # fmt: skip
-"""Units of the numbers in these sentences."""
-
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
     "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical "
@@ -201,11 +185,9 @@ def verdict_sentence(result: Attribution) -> str:
 
 def later_clause(later: Fall | None) -> str:
     """Mention a drop after the selected steps; empty without one."""
-    return (
-        ""
-        if later is None
-        else f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
-    )
+    if later is None:
+        return ""
+    return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
@@ -249,9 +231,7 @@ def attribution_text(result: Attribution) -> str:
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
     if differences := difference_sentences(result):
-        parts.append(
-            "\n".join(["Differences between the run and its baseline:", *(f"  {each}" for each in differences)])
-        )
+        parts.append("\n  ".join(["Differences between the run and its baseline:", *differences]))
     if result.changes:
         parts.append(_changes(result))
     change = result.supposed_cause

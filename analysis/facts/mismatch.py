@@ -50,10 +50,6 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
     else:
         rows = _of_tokens(database, pair, run, has)
-    return _gap(rows, pair)
-
-
-def _gap(rows: dict[str, np.ndarray], pair: Pair) -> StepMismatch:
     n = rows.pop("n")
     with np.errstate(divide="ignore", invalid="ignore"):
         for name, total in (("k3", "total_k3"), ("mean_d", "d"), ("mean_abs_d", "abs_d")):
@@ -89,17 +85,12 @@ class _StepBatch:
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
     """Quantiles need every d of a step, so several whole steps are read at a time."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
+    passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
     num_tokens = tokens_by_step(database, run)
     parts = []
     with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
         for steps in step_ranges(num_tokens) or [range(0)]:
-            query = token_query(
-                {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])},
-                ["a.step"],
-                run=run,
-                steps=steps,
-                lists=lists,
-            )
+            query = token_query(passes, ["a.step"], run=run, steps=steps, lists=lists)
             batches = []
             for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
                 advance(batch.num_read)
@@ -152,7 +143,7 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
         "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array([_quantile(sizes[int(step)], 0.99) for step in steps]),
+        "p99_abs_d": np.array([np.quantile(np.concatenate(sizes[int(step)]), 0.99, overwrite_input=True) for step in steps]),
         "estimate": -total(sums["sum_a"]) / n,
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
@@ -160,10 +151,6 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows
-
-
-def _quantile(parts: list[Array], p: float) -> float:
-    return float(np.quantile(np.concatenate(parts), p, overwrite_input=True))
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
@@ -223,10 +210,8 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
     size = float(np.median(values[_before(steps, fall)]))
     if fall is not None:
-        size = max(
-            size,
-            _largest(steps, values, min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)),
-        )
+        first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
+        size = max(size, _largest(steps, values, first, last))
     n = len(values)
     return RunMismatch(
         size=size,

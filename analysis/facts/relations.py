@@ -137,12 +137,8 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
         return overall
     within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
     is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
-    goes = _latest(run).length.mean() - control.length.mean()
+    goes = run.length[3 * len(run.length) // 4 :].mean() - control.length.mean()  # lengths in the last quarter
     return within if is_paid and is_other and goes * within > 0 else 0.0
-
-
-def _latest(rollouts: Rollouts) -> Rollouts:
-    return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:

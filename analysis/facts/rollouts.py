@@ -6,7 +6,6 @@ Shapes: N sequences, in recording order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,9 +155,6 @@ class Rollouts:
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
         """Return the sequences at some indices, in that order, or selected by an [N] mask."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
-
-    def at(self, steps: Sequence[int]) -> Rollouts:
-        return self.ordered(np.isin(self.step, steps))
 
 
 @cached

@@ -63,18 +63,14 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         yield fact("update_grows", of_ratio(size, 1.0, 10.0), step=step, factor=size)
     else:
         yield fact("update_or_loss", 1.0, step=step)
-    if not np.isfinite(facts.rollouts.at([step]).advantage).any():
+    if not np.isfinite(facts.rollouts.at_step(step).advantage).any():
         yield fact("update_or_loss_without_advantages", 1.0, step=step)
     losses = np.abs(control.values("loss"))
     usual = float(np.nanmedian(losses)) if np.isfinite(losses).any() else math.nan
-    higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
+    higher = (facts.at("loss", step) - control.at("loss", step)) / max(usual, 1e-12)
     if math.isfinite(higher) and higher:
-        yield fact(
-            "loss_is_higher" if higher > 0 else "loss_is_lower",
-            float(np.tanh(abs(higher) / 3)),
-            step=step,
-            factor=abs(higher),
-        )
+        code = "loss_is_higher" if higher > 0 else "loss_is_lower"
+        yield fact(code, float(np.tanh(abs(higher) / 3)), step=step, factor=abs(higher))
     if math.isfinite(apart):
         yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
 
@@ -116,9 +112,8 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < of_control:
-        yield fact(
-            "advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control
-        )
+        group = "against" if of_run < -0.3 else ""
+        yield fact("advantages", of_control - of_run, group, run=of_run, control=of_control)
     lags = [declared_lag(run)[0] for run in (facts, control)]
     if is_farther_behind(facts, control):
         yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
@@ -127,22 +122,16 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
         n = min(len(facts.steps), len(control.steps))
         early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
-        yield fact(
-            "mismatch",
-            max(of_ratio(run, other, 30.0), 0.0) * weighs(facts),
-            "" if early else "later",
-            run=run,
-            control=other,
-        )
+        level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)
+        yield fact("mismatch", level, "" if early else "later", run=run, control=other)
     rates, beside = facts.values("learning_rate"), control.values("learning_rate")
     n = min(len(rates), len(beside))
     differs = np.flatnonzero(np.abs(rates[:n] - beside[:n]) > 1e-3 * np.abs(beside[:n]))
     if len(differs):
         at = int(differs[0])
         ratios = [abs(of_ratio(float(rates[one]), float(beside[one]), 10.0)) for one in differs]
-        yield fact(
-            "learning_rate", max(ratios), run=float(rates[at]), control=float(beside[at]), step=int(facts.steps[at])
-        )
+        values = {"run": float(rates[at]), "control": float(beside[at])}
+        yield fact("learning_rate", max(ratios), step=int(facts.steps[at]), **values)
 
 
 def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -170,23 +159,14 @@ def changed(facts: Facts, control: Facts, parted: Divergence | None, known: tupl
     """Changes near the drop that the baseline lacks; `known` are the facts of the run."""
     of_control = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for one in known:
-        if (
-            one.code in _OF_RUN
-            and one.level > 0
-            and (one.values.get("series"), one.values.get("step")) not in of_control
-        ):
-            values = {**one.values, "series": str(one.values.get("series") or one.code)}
-            yield fact("changed", one.level, one.feature, **values)
+        series, step = one.values.get("series"), one.values.get("step")
+        if one.code in _OF_RUN and one.level > 0 and (series, step) not in of_control:
+            yield fact("changed", one.level, one.feature, **{**one.values, "series": str(series or one.code)})
 
 
 def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
-    of_run, of_control = (_at(run, name, step) for run in (facts, control))
+    of_run, of_control = (run.at(name, step) for run in (facts, control))
     return of_run / of_control if of_control else math.nan
-
-
-def _at(facts: Facts, name: str, step: int) -> float:
-    place = int(np.searchsorted(facts.steps, step))
-    return float(facts.values(name)[place]) if place < len(facts.steps) else math.nan
 
 
 ALL = (first, update, rewards, rest, given)

@@ -41,12 +41,9 @@ def repeats(facts: Facts) -> Iterator[Fact]:
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
     found = facts.repeated
     if found.num_pairs and found.lies_off:
-        values: dict[str, Measured] = {
-            "num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order,
-        }  # fmt: skip
-        yield fact(
-            "rewards_in_other_rows", 1.0, "", "in_other_rows", unequal_ordered_share=found.unequal_ordered, **values
-        )
+        values: dict[str, Measured] = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
+        values |= {"order": found.order, "unequal_ordered_share": found.unequal_ordered}
+        yield fact("rewards_in_other_rows", 1.0, "", "in_other_rows", **values)
     elif facts.moved_rewards is not None:
         yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
 
@@ -69,11 +66,11 @@ def alone(facts: Facts) -> Iterator[Fact]:
     if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
         group = "beside_input" if facts.is_given_otherwise else ""
         if reward is None or reward > first + 1:
-            yield fact("relation_breaks_alone", 1.0, group, step=first)
-        elif broken is not None and broken <= reward + 1:
-            yield fact("reward_and_relation_move", 1.0, group, step=first)
+            code = "relation_breaks_alone"
         else:
-            yield fact("reward_moves_alone", 1.0, group, step=first)
+            both = broken is not None and broken <= reward + 1
+            code = "reward_and_relation_move" if both else "reward_moves_alone"
+        yield fact(code, 1.0, group, step=first)
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
@@ -89,12 +86,8 @@ def hidden(facts: Facts) -> Iterator[Fact]:
     before, after = float(reward[until][-width:].mean()), float(reward[known[-width:]].mean())
     lost = (before - after) / max(abs(before), 1e-12) / max(fall.share, 1e-12)
     if lost < 0.3:
-        values = {
-            "outcome_before": fall.before,
-            "outcome_after": fall.after,
-            "reward_before": before,
-            "reward_after": after,
-        }
+        values = {"outcome_before": fall.before, "outcome_after": fall.after}
+        values |= {"reward_before": before, "reward_after": after}
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
@@ -139,25 +132,23 @@ def sizes(facts: Facts) -> Iterator[Fact]:
         for change in facts.clear(ADVANTAGES):
             if change.series == "advantage_mean":
                 far = abs(float(change.after) - float(change.before))
-                yield fact(
-                    "advantages_changed",
-                    nearness(facts, change) * far / (far + 0.1 * scatter),
-                    "mean",
-                    **values_of(change),
-                )
+                level = nearness(facts, change) * far / (far + 0.1 * scatter)
+                yield fact("advantages_changed", level, "mean", **values_of(change))
     own = max(abs(moved) - by_reward, 0.0)
+    level = float(np.tanh(own / scatter)) if scatter else 0.0
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
-    yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
+    values |= {"from_value": mean, "to_value": mean_now}
+    yield fact("advantages_changed", level, "mean", series="advantage_mean", **values)
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
-    earlier, around = (
-        largest[steps < facts.fall.interval[0] - ft.AHEAD],
-        (steps >= facts.fall.interval[0] - ft.AHEAD) & (steps <= facts.fall.interval[1]),
-    )
+    first_near = facts.fall.interval[0] - ft.AHEAD
+    earlier, around = largest[steps < first_near], (steps >= first_near) & (steps <= facts.fall.interval[1])
     if len(earlier) >= _FEWEST_STEPS and around.any():
         at = np.flatnonzero(around)[int(np.nanargmax(np.nan_to_num(largest[around])))]
-        place = {"step": int(steps[at]), "low": int(steps[at]), "high": int(steps[at])}
-        yield fact("advantages_changed", max(of_ratio(float(largest[at]), float(np.nanmax(earlier)), 30.0), 0.0), "burst", series="max_abs_advantage", from_value=float(np.nanmax(earlier)), to_value=float(largest[at]), **place)  # fmt: skip
+        step, usual, burst = int(steps[at]), float(np.nanmax(earlier)), float(largest[at])
+        values = {"step": step, "low": step, "high": step, "from_value": usual, "to_value": burst}
+        level = max(of_ratio(burst, usual, 30.0), 0.0)
+        yield fact("advantages_changed", level, "burst", series="max_abs_advantage", **values)
 
 
 def length(facts: Facts) -> Iterator[Fact]:
@@ -213,11 +204,7 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
     if not len(before) or not len(after):
         return
     limit = float(after.max())
-    longer, at_it, usual = (
-        float((before > limit).mean()),
-        float((after == limit).mean()),
-        float((before == limit).mean()),
-    )
+    longer, at_it, usual = (float(part.mean()) for part in (before > limit, after == limit, before == limit))
     limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
     limited = limited[np.isfinite(limited)]
     group = "told" if len(limited) else "seen"
@@ -225,9 +212,8 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
         share = min(longer, at_it, float(limited.mean()))
     else:
         share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
-    yield fact(
-        "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
-    )
+    level = min(math.sqrt(share) * 1.5, 1.0)
+    yield fact("responses_cut", level, group, limit=limit, longer_share=longer, cut_share=at_it)
 
 
 def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:

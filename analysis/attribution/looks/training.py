@@ -45,12 +45,9 @@ def settings(facts: Facts) -> Iterator[Fact]:
             continue
         nearest = min(found, key=lambda change: abs(change.step - step))
         level = nearness(facts, nearest)
-        if (
-            is_learning_rate(nearest.series)
-            and not isinstance(nearest.before, str)
-            and not isinstance(nearest.after, str)
-        ):
-            level *= abs(of_ratio(nearest.after, nearest.before, 10.0))
+        before, after = nearest.before, nearest.after
+        if is_learning_rate(nearest.series) and not isinstance(before, str) and not isinstance(after, str):
+            level *= abs(of_ratio(after, before, 10.0))
         yield fact("setting_changed", level, suspect, **values_of(nearest))
 
 
@@ -144,9 +141,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
     for change in jumps[:1]:
         beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
         if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
-            yield fact(
-                "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
-            )
+            level = of_ratio(float(change.after), float(change.before), 10.0)
+            yield fact("reference_jumps", level, **values_of(change))
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
@@ -154,12 +150,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if len(until) and used:
         before, last = float(np.median(until)), float(np.median(distance[-width:]))
         far = before / (before + 0.05) if before > 0 else 0.0
-        yield fact(
-            "returns_to_reference",
-            far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0),
-            distance_before=before,
-            distance_after=last,
-        )
+        level = far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0)
+        yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
 ALL = (settings, unusual, rate, updates, entropy, reference)
