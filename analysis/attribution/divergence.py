@@ -175,11 +175,9 @@ def _of_rewards(
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
     """True if about as many rows have a different reward as after a shuffle within groups."""
-    by_chance = [
-        1
-        - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
-        for group in np.unique(b.group)
-    ]
+    groups = (b.reward[b.group == group] for group in np.unique(b.group))
+    counts = (np.unique(rewards, return_counts=True)[1] for rewards in groups)
+    by_chance = [1 - float(((count / count.sum()) ** 2).sum()) for count in counts]
     return float(differs.mean()) >= t.MIXED * float(np.mean(by_chance))
 
 

@@ -253,10 +253,8 @@ class Facts:
             return None
         steps, share = explained_by_length_by_step(self.rollouts)
         first = self.fall.interval[0] - ft.AHEAD
-        before, since = (
-            share[steps < first][-_LONG_BEFORE:],
-            share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)],
-        )
+        before = share[steps < first][-_LONG_BEFORE:]
+        since = share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)]
         if min(len(before), len(since)) < _FEWEST_TELLING:
             return None
         usual, now = float(np.median(before)), float(np.median(since))
@@ -289,10 +287,8 @@ class Facts:
         if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
-        is_one = (
-            unequal_share(since, column, least) <= t.CHANGED and not unequal_share(before, column, least) > t.CHANGED
-        )
-        return found if is_one else None
+        unequal_since, unequal_before = (unequal_share(part, column, least) for part in (since, before))
+        return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
     @property
     def is_given_otherwise(self) -> bool:
@@ -357,13 +353,13 @@ class Facts:
     def still_engine(self) -> StillEngine | None:
         """Whether the engine's logprobs of repeated prefixes change once the mismatch has begun."""
         begins = _mismatch_begins(self)
-        return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
+        return None if begins is None else read_still_engine(self.rollouts, begins)
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
         """The engine's logprobs since the mismatch began, matched with earlier trainer logprobs."""
         begins = _mismatch_begins(self)
-        return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
+        return None if begins is None else read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
@@ -424,12 +420,11 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step with a tenth of the mismatch at the drop or, if larger, a hundredth of its
-    maximum."""
+    """Return the first step with a tenth of the mismatch at the drop or, if larger, a hundredth of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None
-    begun = np.flatnonzero(values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10))
+    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
     return int(begun[0]) if len(begun) else None
 
 

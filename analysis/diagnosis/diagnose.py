@@ -69,9 +69,13 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
         if num and gap:
             gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
             interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
-            arm = name.removeprefix(REPLAY_PREFIX)
-            effect = _effect(arm, pair, name in own_engines, int(num), gap / num, left / num, interval)
-            found.append(replace(effect, changes=_changes(name, contracts)))
+            low, high = ends(interval) or (None, None)
+            found.append(ReplayEffect(
+                arm=name.removeprefix(REPLAY_PREFIX), pair=pair, num_tokens=int(num), gap_rms=(gap / num) ** 0.5,
+                left_rms=(left / num) ** 0.5, removed=1 - (left / num) / (gap / num), low=low, high=high,
+                no_interval=str(interval) if isinstance(interval, NoInterval) else None,
+                is_own_engine=name in own_engines, changes=_changes(name, contracts),
+            ))  # fmt: skip
     return tuple(sorted(found, key=lambda each: -each.removed))
 
 
@@ -108,16 +112,6 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
     return found if isinstance(found, NoInterval) else (found[0], min(found[1], 1.0))
 
 
-def _effect(
-    arm: str, pair: Pair, is_own_engine: bool, num: int, gap: float, left: float, interval: Interval | NoInterval
-) -> ReplayEffect:
-    low, high = ends(interval) or (None, None)
-    return ReplayEffect(
-        arm=arm, pair=pair, is_own_engine=is_own_engine, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=1 - left / gap, low=low, high=high,
-        no_interval=str(interval) if isinstance(interval, NoInterval) else None,
-    )  # fmt: skip
-
-
 JUDGED = "k3"
 """Series whose jumps are reported."""
 
@@ -150,16 +144,12 @@ def diagnose(
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
-    attribution = explain(
-        database,
-        names,
-        control=None if control is None else open_database(control, steps),
-        checked=checked,
-        progress=progress,
-    )
+    opened_control = None if control is None else open_database(control, steps)
+    attribution = explain(database, names, control=opened_control, checked=checked, progress=progress)
     with database.telling(progress):
         jumps = _jumps(database, names)
-        located = _located(database)
+        found = newest(database)
+    located = None if found is None else replace(found.location, operators=())
     return Diagnosis(
         checked=checked,
         attribution=attribution,
@@ -228,11 +218,10 @@ def size_comparison(
 
     `verdict` is the code of the check's first finding.
     """
-    healthy = [
-        each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
-    ]
-    if verdict == "equal" or own == 0.0 or not healthy:
-        is_equal = verdict == "equal" or own == 0.0
+    comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
+    healthy = [figure for figure in comparable if not figure.is_fault]
+    is_equal = verdict == "equal" or own == 0.0
+    if is_equal or not healthy:
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
@@ -278,11 +267,6 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
         if arm.is_heard and not (arm.engine == "vllm" and has_experts(data.model.get("config") or {})):
             return (commands.locate(data, replay.changes),)
     return ()
-
-
-def _located(database: Database) -> Location | None:
-    found = newest(database)
-    return None if found is None else replace(found.location, operators=())
 
 
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")

@@ -64,11 +64,10 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
             valid += f", but {wrong[0]}"
         return f"{calm}{jump}; {valid}."
-    lead = next(
-        (change for change in attribution.changes if not change.follows and change.series != fall.onset_of), None
-    )
     named = _named(attribution)
-    lead = next((change for change in attribution.changes if change.series in named), lead)
+    causes = [change for change in attribution.changes if change.series in named]
+    causes += [change for change in attribution.changes if not change.follows and change.series != fall.onset_of]
+    lead = causes[0] if causes else None
     down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
     if lead is not None:
@@ -221,13 +220,9 @@ def broken_text(found: Diagnosis) -> str:
     if (broken := found.broken) is None:
         return ""
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
-    other = ""
-    if broken.other is not None:
-        other = (
-            f", not {broken.other}, for which the evidence is weaker"
-            if broken.is_stronger
-            else f"; {broken.other} too, but it did not cause the drop"
-        )
+    other = "" if broken.other is None else f"; {broken.other} too, but it did not cause the drop"
+    if broken.is_stronger:
+        other = f", not {broken.other}, for which the evidence is weaker"
     return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
 
 
@@ -244,16 +239,15 @@ def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "round
     return f"{sentence}: {f'the check explains it ({explanation})' if size.code == 'above' else 'normal'}."
 
 
+_NO_DTYPE = "dtype not recorded, so there is no reference value"
+
+
 def _size_sentence(size: SizeComparison) -> str:
     if size.code == "equal":
         return "No mismatch"
     if size.code == "unpublished":
-        lacking = (
-            f"no published value for {size.coarser}"
-            if size.coarser
-            else "dtype not recorded, so there is no reference value"
-        )
-        return f"The mismatch is {size.own:.3g} nats rms; {lacking}"
+        missing = f"no published value for {size.coarser}" if size.coarser else _NO_DTYPE
+        return f"The mismatch is {size.own:.3g} nats rms; {missing}"
     dtype = f"{size.coarser}, inferred from the logprobs" if size.is_inferred else size.coarser
     return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
 

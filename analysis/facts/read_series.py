@@ -279,9 +279,8 @@ def read_logged(database: Database, run: str) -> list[Series]:
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
     """Return the metric name of each series: of several with the same last word, the alphabetically first."""
-    logged = [
-        name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
-    ]
+    rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
+    logged = [name for (name,) in rows if not is_evaluation(name)]
     found = {}
     for series, names in NAMES.items():
         ends = LAST_WORDS.get(series, ())
@@ -293,11 +292,9 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
 
 
 def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
-    steps = np.array([step for step, _, _ in rows], np.int64)
-    broken = np.array([count > 0 for _, _, count in rows], bool)
-    return named(
-        series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken], name
-    )
+    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
+    not_finite = steps[num_not_finite > 0]
+    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
 # A fixed order of summation keeps results bitwise reproducible with several threads.
@@ -329,24 +326,16 @@ def read_sampled(database: Database, run: str) -> list[Series]:
     sequences = by_step(database, _SEQUENCES, {"run": run})
     groups = by_step(database, _GROUPS, {"run": run})
     no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
-    return [
-        *columns_of(
-            sequences,
-            {
-                "reward": "mean reward of the sequences",
-                "length": "mean response length, tokens",
-                "share_length_limited": "share of responses that ended at the token limit",
-            },
-            not_finite={"reward": no_number},
-        ),
-        *columns_of(
-            groups,
-            {
-                "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
-                "share_groups_without_spread": "share of groups with equal rewards",
-            },
-        ),
-    ]
+    of_sequences = {
+        "reward": "mean reward of the sequences",
+        "length": "mean response length, tokens",
+        "share_length_limited": "share of responses that ended at the token limit",
+    }
+    of_groups = {
+        "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
+        "share_groups_without_spread": "share of groups with equal rewards",
+    }
+    return [*columns_of(sequences, of_sequences, {"reward": no_number}), *columns_of(groups, of_groups)]
 
 
 def read_changed(database: Database, run: str) -> list[Series]:

@@ -6,6 +6,7 @@ Shapes: N sequences, in recording order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +156,9 @@ class Rollouts:
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
         """Return the sequences at some indices, in that order, or selected by an [N] mask."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
+
+    def at(self, steps: Sequence[int]) -> Rollouts:
+        return self.ordered(np.isin(self.step, steps))
 
 
 @cached
@@ -334,24 +338,19 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
     steps on a side.
     """
     of_rows, of_steps = [], []
-    for part in (
-        rollouts.until(step - 1).since(step - _KEPT_STEPS),
-        rollouts.since(step).until(step + _KEPT_STEPS - 1),
-    ):
-        known = np.isfinite(part.reward)
-        steps, place = np.unique(part.step[known], return_inverse=True)
-        of_rows.append(part.reward[known])
-        of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
+    sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
+    for part in sides:
+        steps, means = part.by_step(part.reward)
+        of_rows.append(part.reward[np.isfinite(part.reward)])
+        of_steps.append(means)
         if len(steps) < _FEWEST_KEPT:
             return None
     from scipy.stats import ks_2samp  # importing it takes half a second
 
     error = max(math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps)), 1e-12)
     before, after = (float(means.mean()) for means in of_steps)
-    are_near = abs(after - before) <= max(
-        t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std())
-    )
-    is_same = are_near and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
+    most = max(t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std()))
+    is_same = abs(after - before) <= most and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
     return {"step": step, "mean_before": before, "mean": after} if is_same else None
 
 

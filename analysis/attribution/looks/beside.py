@@ -144,10 +144,9 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     other = [int(step) for step in shared if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
     if other and other[0] != shared[0]:
-        apart = next(
-            (int(step) for step in shared if not np.array_equal(a.at_step(step).whole, b.at_step(step).whole)), None
+        follows = any(
+            not np.array_equal(a.at_step(step).whole, b.at_step(step).whole) for step in shared if step < other[0]
         )
-        follows = apart is not None and apart < other[0]
         yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
 
 
