@@ -54,8 +54,7 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely
-    cause.
+    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
     probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. From one run

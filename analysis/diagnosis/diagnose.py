@@ -124,8 +124,7 @@ def diagnose(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
-    normal.
+    """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Combines `attribute` (collapse and most probable cause, relative to the baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
