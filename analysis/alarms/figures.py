@@ -150,8 +150,10 @@ def rate_jumps(learning_rate: Array) -> np.ndarray:
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """[n] True where, for TIMES steps in a row, the gradient norm has exceeded NORM times its median over the 20 steps
-    that ended 5 steps earlier."""
+    """[n] True where the gradient norm has exceeded NORM times its usual value for TIMES steps in a row.
+
+    The usual value is the median over the 20 steps that ended 5 steps earlier.
+    """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 

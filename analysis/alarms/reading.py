@@ -173,8 +173,7 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, values that are not
-    finite.
+    """Evaluate published levels, tim-trace's own rules, and rules for values that are not finite.
 
     If `series` covers only part of the run, `whole` has the series of the whole run.
     """

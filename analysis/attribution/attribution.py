@@ -19,7 +19,7 @@ class Evidence(Statement):
     """A piece of evidence for or against a suspect; its code is a key in text.EVIDENCE."""
 
     points: float
-    """Natural log odds that it adds; negative if it speaks against the suspect."""
+    """Log odds (natural) in favour of the suspect; negative if it speaks against it."""
 
 
 SUSPECTS = {
@@ -48,7 +48,7 @@ _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix, by code of evidence that is conclusive alone because it compares identical prefixes or rows."""
+"""What to fix, by code of evidence that settles it alone because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -72,7 +72,7 @@ class Suspect:
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     def titled(self, basis: str = "") -> str:
-        """Return the title with its probability, which covers every kind of mismatch, and the `basis` it rests on."""
+        """Return the title with its probability (all kinds of mismatch together) and the `basis` it rests on."""
         kind = self.title.removeprefix(SUSPECTS[self.code])
         return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
 

@@ -205,8 +205,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the partial correlation of advantages with a quantity (per token or summed), given the baseline's
-    advantages.
+    """Correlate advantages with a quantity, per token or summed, given the baseline's advantages.
 
     The scale of the advantages does not matter. 0 if the quantity was not recorded.
     """

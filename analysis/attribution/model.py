@@ -83,7 +83,7 @@ def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference, or None if it came after the drop, grew out of rounding, or is only another seed."""
+    """Return the first difference unless it came after the drop, grew out of rounding, or is just another seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
@@ -138,13 +138,14 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""A fact supports every suspect that it favours at least this much, relative to its favourite; the other facts break
-the tie."""
+"""A fact supports every suspect that it favours at least this much, relative to its favourite."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most, the most probable one of near ties; `unknown` if the model lacks
-    the fact."""
+    """Return the suspect that a fact supports most; near ties go to the most probable one.
+
+    `unknown` if the model lacks the fact.
+    """
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

@@ -179,8 +179,10 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset, or since the end of its interval if they are in the wrong
-        rows only from there."""
+        """Rewards of identical responses since the onset.
+
+        If they are in the wrong rows only after the onset interval, since its end.
+        """
         found = repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -213,8 +215,10 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Identical responses whose reward changes near the drop, or for good before it; without a drop, at any
-        step."""
+        """Identical responses whose reward changes near the drop, or for good before it.
+
+        Without a drop, at any step.
+        """
         if not len(self.steps):
             return None
         near = self._given_otherwise("reward", least_reward(self.rollouts))
@@ -270,8 +274,7 @@ class Facts:
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop; without a drop, at any
-        step."""
+        """Find identical responses whose value changes by more than `least` near the drop, if there is one."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -279,7 +282,7 @@ class Facts:
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
-        """Same, if the change is permanent and came long before the drop."""
+        """Find identical responses whose value changes permanently, long before the drop."""
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
@@ -292,13 +295,13 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if another input changed at the drop, which may be why the reward changed."""
+        """True if another input changed at the drop, which may explain the reward."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """In a run without a drop, responses that start to get a consistently different reward."""
+        """Responses that consistently get a new reward from some step on, in a run without a drop."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -392,7 +395,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace; `checked` is its `check` result, if known. A baseline is not checked. Raises
+    """Read the facts of a trace and, except for a baseline, its `check` result if not `checked` yet. Raises
     DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []

@@ -56,7 +56,7 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Return what each replay does to the mismatch in place of pass a, largest removed share first."""
+    """Compare pass b with each replay in place of pass a; the one that removes most comes first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -256,7 +256,7 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Return a `locate` command against the replay that removes the most, if any removes part of the mismatch."""
+    """Return a `locate` command for the replay that removes the most, if any removes a part."""
     if not data.has_weights:
         return ()
     for replay in replays:

@@ -29,9 +29,9 @@ class Numerics:
     declared: tuple[str | None, str | None]
     """From the contracts."""
     logits: tuple[str | None, str | None]
-    """To which the logits were rounded, inferred from logprobs; see check.pair_data."""
+    """What the logits were rounded to, judging by the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
-    """To which the recorded logprobs were rounded."""
+    """What the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,7 @@ class ReplayEffect:
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
-        """Removes the mismatch (`settles`), reproduces pass b (`repeats`), removes part of the mismatch (`part`), has
-        no effect (`nothing`), or increases the mismatch (`adds`)."""
+        """`settles` (removes the mismatch), `repeats` (reproduces pass b), `part`, `nothing` or `adds`."""
         if self.removed > SETTLES:
             return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
@@ -171,7 +170,7 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Data findings that compare logprobs, so that a fault in the comparison may cause them."""
+"""Data findings that compare logprobs, and so may come from a fault in the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:

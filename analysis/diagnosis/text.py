@@ -106,8 +106,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Return a suspect as the headline names it: without the kind of a mismatch that grows at a step, which it already
-    states."""
+    """Leave out the kind of a mismatch that grows at a step, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 

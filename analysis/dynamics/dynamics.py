@@ -104,7 +104,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Each answers a question that stays open without it."""
+"""Without these series, some questions cannot be answered."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -168,7 +168,7 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Steps in which k3 doubles, or halves if negative; None if the interval of the slope contains 0."""
+    """Steps until k3 doubles (halves, if negative); None if the interval of the slope contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:

@@ -54,7 +54,7 @@ def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Add to a statement's values those that its sentence needs from elsewhere in the result."""
+    """Fill in what the sentence needs besides the values stored with its code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":

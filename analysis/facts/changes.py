@@ -1,5 +1,4 @@
-"""The timeline of a run as every command reports it: the changes of each series, which came first, and the drop in the
-outcome."""
+"""The timeline of a run as every command reports it: changes, which came first, and the drop in the outcome."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Smaller first changes do not count; in standard deviations of the scatter."""
+"""Size of a first change, in standard deviations of the scatter, below which it does not count."""
 
 PLANNED = ("learning_rate",)
 """Set by the user rather than observed, so left out of the order of first changes."""
@@ -148,7 +147,7 @@ class FirstChange:
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Return each series' first change of at least LEAST_SD, earliest first."""
+    """Return the first change of each series that is at least LEAST_SD, earliest first."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -182,7 +181,7 @@ MIN_VALUES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes of a run, and the drop in the one that is judged."""
+    """The outcomes of a run, and the drop in the one that counts."""
 
     all: tuple[Outcome, ...]
     """Evaluations first, then the reward."""

@@ -20,11 +20,11 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
-"""Sequences whose prompts are read, spread over the run."""
+"""At most this many prompts are read, spread over the run."""
 _MOST_SWITCHES = 5
 """A logged number that changes more often is a measurement, not a setting."""
 _HELD = 4
-"""Consecutive identical values that it takes for a logged number to be constant."""
+"""A logged number is constant after this many identical values in a row."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,

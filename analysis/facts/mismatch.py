@@ -246,18 +246,18 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Within so many steps, a repeated prefix can show whether the engine kept its weights."""
+"""A prefix must repeat within this many steps to show whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Difference between two means of the same float32 logprobs, in nats."""
+"""Two means of the same float32 logprobs differ by at most this, in nats."""
 _SAME_LOGPROB = 1e-5
-"""Difference between the logprobs of an exact engine and its trainer with the same weights, in nats."""
+"""Logprobs of an exact engine and its trainer differ by at most this under the same weights, in nats."""
 _NEAR = 1e-4
-"""Same, at a single step, where chance matches are rare."""
+"""Tolerance at a single step, where chance matches are rare, in nats."""
 _ASIDE = 3.0
-"""Logprobs are moved by this many tolerances to count matches by chance."""
+"""To count matches by chance, logprobs are shifted by this many tolerances."""
 _MOST_HELD = 5_000_000
-"""Comparisons with earlier logprobs; if there are more, only every k-th prefix is used."""
+"""With more comparisons than this, only every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
 """Prefixes needed to compare with the trainer at one step, or at one distance in steps."""
 
@@ -296,15 +296,14 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Prefixes that engine and trainer score differently; the engine's logprobs are looked up among earlier trainer
-    logprobs."""
+    """Prefixes that engine and trainer score differently, looked up among the trainer's earlier logprobs."""
 
     num_pairs: int
     """Prefixes that were also sampled at an earlier step."""
     num_equal: int
     """Prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Matches expected by chance: those found after moving the logprobs slightly."""
+    """Matches expected by chance: those found after shifting the logprobs slightly."""
     version: int
     """Trainer step that matches best, or how many steps back it is (see `is_distance`); 0 if none has 20 prefixes."""
     is_distance: bool

@@ -77,7 +77,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""(optional score column, pass) that the run recorded; they decide the source of a series for all steps."""
+"""(score column, pass) of the optional columns that the run recorded; they decide where a series comes from."""
 
 
 def read_given(database: Database, run: str) -> Given:
@@ -115,8 +115,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Read the number of updates between sampling and loss, and between passes b and a; `given` is as in
-    read_entropy."""
+    """Read the updates between sampling and loss, and between passes b and a; `given` as in read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
     # If an engine's score has no policy version of its own, the sequence's version applies.

@@ -50,7 +50,7 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 """Kinds of changes in inputs, which no policy can cause."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds of changes that the policy causes, and so may follow from an earlier change in an input."""
+"""Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
 """Size, in standard deviations, from which a change in an input is certain and has consequences."""
@@ -83,7 +83,7 @@ class RecordedChange:
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return all changes of the open run by step, with the same steps as `read_changes` for every command."""
+    """Return all changes of the open run by step; every command reports the steps of `read_changes`."""
     series = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
     found = [
@@ -143,7 +143,7 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return the changes of a setting; a gradual one (ramp, controller) spans its first to its last step."""
+    """Return the changes of a setting. A gradual one (ramp, controller) lasts from its first to its last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:

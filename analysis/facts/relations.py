@@ -22,9 +22,9 @@ from .rollouts import (
 )
 
 _FEWEST_OF_LENGTH = 5
-"""Responses of a length needed for it to count, and different rewards needed."""
+"""Responses needed per length, and rewards that must differ."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Within one step: responses of a length needed for it to count, and lengths needed."""
+"""Responses needed per length, and lengths needed, within one step."""
 
 
 class Relation(NamedTuple):
@@ -52,7 +52,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return both columns minus their group means where both are known, and the [N] mask of these sequences."""
+    """Subtract group means from both columns where both are known; also return that [N] mask."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)

@@ -47,7 +47,7 @@ LEFT JOIN (
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
-"""Lists are reduced to numbers before they are joined and sorted, which saves memory."""
+"""Lists become numbers before the joins and the sort, which saves memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -65,7 +65,7 @@ _ALONE = 0.5
 FEWEST_COMPARED = 30
 """Sequences or groups needed for a comparison."""
 FEWEST_SPANNING = 10
-"""Responses needed that were sampled both before and after a step."""
+"""Responses needed on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
 """-logprob, in nats, below which the policy is certain of a prefix; such prefixes do not show a weight change."""
 
@@ -100,7 +100,7 @@ class Rollouts:
     ending: np.ndarray
     """Id of the last response token; -1 for empty responses."""
     opening: np.ndarray
-    """Hash of the prompt ids and the first OPENING response ids, which repeat more often than whole responses."""
+    """Hash of the prompt ids and the first OPENING response ids; it repeats more often than a whole response."""
     opening_trained: np.ndarray
     """Mean trainer logprob of the opening, nats."""
     opening_sampled: np.ndarray
@@ -284,8 +284,7 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return, for each row, the row whose reward it takes in the named order. Rows keep theirs if groups differ in
-    size."""
+    """Return the row whose reward each row takes in the named order; its own if groups differ in size."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -307,8 +306,7 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Return the number of pairs with known rewards, the share that differs by more than `least`, and the mean
-    difference of those."""
+    """Return the number of pairs with known rewards, the share that differs, and the mean difference of those."""
     one, two = pairs
     difference = np.abs(reward[two] - reward[one])
     difference = difference[np.isfinite(difference)]

@@ -74,7 +74,7 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse `<source>.<metric><sign><number>`, optionally followed by `any step` or `last N steps`. Raises
+    """Parse `<source>.<metric><sign><number>`, perhaps followed by `any step` or `last N steps`. Raises
     InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
@@ -170,7 +170,7 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Columns of `stats` that are a maximum -> column with the maximum of each sequence."""
+"""Columns of `stats` that are a maximum, with the column of each sequence's own maximum."""
 
 MOST_NULL = 0.5
 """Share of the loss tokens without a logprob above which a metric does not represent the run."""
@@ -239,8 +239,10 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens that a pair's metrics exclude: NaN, infinite and, if they are the majority, without a
-    logprob."""
+    """Describe the tokens that a pair's metrics exclude; empty if there are none.
+
+    They are NaN or infinite or, if they are the majority, have no logprob.
+    """
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -24,10 +24,9 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view. With `again`, each view replaces the previous one until the views end or Ctrl-C is pressed; the
-    last view stays on the screen.
+    """Draw each view; with `again`, in place of the one before.
 
-    Views fit the terminal and are redrawn when it is resized.
+    Views fit the terminal and are redrawn when it is resized. Ctrl-C ends, and the last view stays on the screen.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:

@@ -23,9 +23,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Screens of at least this many lines have empty lines between sections."""
+"""From this height, in lines, empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Rows that a section keeps until no other section can be shortened."""
+"""Rows that a section keeps as long as another one can be shortened."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -55,8 +55,7 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return the rows shown in each section. A screen has one line per row, and the longest sections are cut
-        first."""
+        """Return the rows shown in each section; on a screen, the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
@@ -84,7 +83,7 @@ class WatchedView:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """Return text without control characters or anything that the terminal's encoding lacks."""
+        """Drop control characters, and escape text that the terminal cannot encode."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()

@@ -33,8 +33,7 @@ SILENT_S = 300.0
 SILENT_STEPS = 10
 """Silence is reported after this many times a step's average duration, but not before SILENT_S."""
 SETTLED_S = 60.0
-"""A recorded command without an exit code has ended after this many seconds without new data: `tim-trace record` was
-killed."""
+"""Without new data for this many seconds, a command without an exit code has ended: `tim-trace record` was killed."""
 
 
 class Watcher:
@@ -79,7 +78,7 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view of a trace that does not exist, or not yet."""
+        """Return the view of a trace that does not exist (yet)."""
         self._begin("")
         note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
@@ -208,7 +207,7 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Read a file's modification time from an entry, whose keys depend on the file system."""
+    """Read the modification time from an entry; its keys depend on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )

@@ -52,7 +52,7 @@ class Watched(Result):
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Unreadable or missing data, which no value includes, one sentence each."""
+    """What could not be read, and so is in no value; one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
     """Steps whose tokens have not been read yet; values over the whole run exclude them."""
