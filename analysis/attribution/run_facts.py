@@ -274,7 +274,7 @@ class Facts:
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop, if there is one."""
+        """Find identical responses whose value changes by more than `least` near the drop, or at all."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:

@@ -138,12 +138,13 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
+    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
         "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array([np.quantile(np.concatenate(sizes[int(step)]), 0.99, overwrite_input=True) for step in steps]),
+        "p99_abs_d": np.array(p99),
         "estimate": -total(sums["sum_a"]) / n,
     }  # fmt: skip
     with np.errstate(invalid="ignore"):

@@ -123,7 +123,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # A slow baseline lets the mean move by up to the reward's change, divided by the reward's spread if advantages are normalised.
+    # A slow baseline lets the mean move by up to the reward's change (over its spread, if advantages are normalised).
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
@@ -136,7 +136,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
                 yield fact("advantages_changed", level, "mean", **values_of(change))
     own = max(abs(moved) - by_reward, 0.0)
     level = float(np.tanh(own / scatter)) if scatter else 0.0
-    values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
+    values: dict[str, Measured] = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     values |= {"from_value": mean, "to_value": mean_now}
     yield fact("advantages_changed", level, "mean", series="advantage_mean", **values)
     steps, first = np.unique(facts.rollouts.step, return_index=True)
