@@ -671,8 +671,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 )
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
-    """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
-    normal.
+    """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Start here. This command runs attribute and check, reports the precision of each side, compares the trace's metrics
     with published values and alert levels (each under its own definition), and reports which questions the replays in
@@ -1026,8 +1025,7 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False, brief=True)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
-    """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely
-    cause.
+    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
     against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational

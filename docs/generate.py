@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import tim_trace
 from tim_trace import cli
-from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE, UNITS
+from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE
 from tim_trace.replay.arm_option import ENGINES, GRADIENT
 from tim_trace.replay.arms import OPTIONS
 from tim_trace.schemas.sums import KINDS
@@ -101,6 +101,23 @@ def thresholds(*files):
                     reason = " ".join(said.value.value.split()).replace("|", "\\|")
                     lines.append(f"| `{name}` | {value} | {reason} |")
     return "\n".join(lines)
+
+
+UNITS = {
+    "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
+    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
+    "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
+    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
+    "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
+    "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
+    "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",
+    "reward_before": "rewards", "series": "name", "setting": "name", "share": "0 to 1", "step": "step",
+    "still_share": "0 to 1", "surprisal": "nats", "to_value": "the series'", "trainer_share": "0 to 1",
+    "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
+    "value": "the setting's", "version": "step, or steps before",
+}  # fmt: skip
+"""Units of the numbers in the sentences of an attribution."""
 
 
 def evidence():

@@ -1,5 +1,6 @@
-"""Per-step metrics that alert rules use, and tim-trace's own four rules. At each step, a rule uses only the data up to
-that step. Accuracy: docs/evidence/alerts.md.
+"""Per-step metrics that alert rules use, and tim-trace's own four rules.
+
+At each step, a rule uses only the data up to that step. Accuracy: docs/evidence/alerts.md.
 
 Shapes: n steps with a value; T tokens of a batch, N sequences.
 """
@@ -24,12 +25,12 @@ from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
-"""(steps, values), with the steps in ascending order."""
+"""(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics that have no recorded series and are computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Name of the metric that counts, per step, the tokens in the loss whose logprob in either pass is NaN or infinite."""
+"""Metric: tokens in the loss, per step, whose logprob in either pass is NaN or infinite."""
 _LARGEST = 700.0
 """Largest |d| for which exp(|d|) fits a double, with some margin."""
 
@@ -51,8 +52,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays: step, number of finite tokens, number of other tokens, and the sums of the metrics in
-    OF_TOKENS."""
+    """Return [N] arrays: step, finite tokens, other tokens, and the sums of OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -68,19 +68,18 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Name of the metric for the share of repeated responses that got a different reward; see `repeats`."""
+"""Metric: share of repeated responses that got a different reward; see `repeats`."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
-"""Names of all per-step metrics that `read_figure` can read."""
 
 
 def is_of_pair(name: str) -> bool:
-    """Return True if a metric is computed from the tokens that are finite in both passes."""
+    """True if a metric is computed from the tokens that are finite in both passes."""
     return name in OF_TOKENS or (name in KINDS and KINDS[name][0] == MISMATCH)
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run; None if the trace has no value. Recorded infinities are returned as NaN."""
+    """Read one of FIGURES for the open run; None if the trace has no value. Recorded infinities become NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -127,41 +126,40 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 GAP = 0.06
-"""Mean |d| of a step, in nats, above which the mismatch is large enough to bias a run."""
+"""Mean |d| of a step, in nats, above which the mismatch can bias a run."""
 UNEQUAL = 0.05
-"""Share of repeated responses with a different reward above which the rewards are reported as contradictory."""
+"""Share of repeated responses with a different reward above which the rewards contradict each other."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
+"""Steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
-    """Return an [n] bool mask that is True where mean |d| has exceeded GAP, which can bias a run, for TIMES steps in a
-    row."""
+    """[n] True where mean |d| has exceeded GAP for TIMES steps in a row."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> np.ndarray:
-    """Return an [n] bool mask that is True where more than UNEQUAL of the repeated responses got a different reward."""
     return np.asarray(unequal > UNEQUAL)
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return an [n] bool mask that is True where the learning rate exceeds RATE times its earlier peak. The peak is the
-    largest median over five consecutive earlier steps."""
+    """[n] True where the learning rate exceeds RATE times the largest earlier median of five steps in a row."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return an [n] bool mask that is True where, for TIMES steps in a row, the gradient norm has exceeded NORM times
-    its median over the 20 steps that ended 5 steps earlier."""
+    """[n] True where the gradient norm has exceeded NORM times its usual value for TIMES steps in a row.
+
+    The usual value is the median over the 20 steps that ended 5 steps earlier.
+    """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """Return an [n] bool mask that is True where the flag and the `times` - 1 flags before it are all true."""
+    """[n] True where this flag and the `times` - 1 flags before it are all true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)
@@ -180,6 +178,6 @@ def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
 
 
 def logarithm(values: Array) -> Array:
-    """Return [n] natural logarithms; NaN for values without a logarithm."""
+    """Return natural logarithms; NaN for values without one."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(values > 0, np.log(values), np.nan)

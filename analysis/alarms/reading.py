@@ -42,29 +42,29 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A level that was published for one metric, or one of tim-trace's own rules."""
+    """A published alert level, or one of tim-trace's own rules."""
 
     who: str
-    """Framework or paper that published the level; `tim-trace` for tim-trace's own rules."""
+    """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
-    """Name of the per-step metric that the level applies to; see alarms.figures."""
+    """A per-step metric; see alarms.figures."""
     definition: str
     level: float | None
-    """The level, in units of the metric; None if `rule` states the condition as text."""
+    """In units of the metric; None if `rule` states the condition as text."""
     rule: str = ""
     above: bool = True
-    """True if the alert fires above the level, False if it fires below."""
+    """False if the alert fires below the level."""
     of_size: bool = False
-    """True if the metric's absolute value is compared with the level."""
+    """True to compare the metric's absolute value."""
     summary: str
-    """How the source interprets a run beyond the level."""
+    """What the source says about a run beyond the level."""
     source: str
     of_mismatch: bool = True
-    """True if the alert concerns the size of the mismatch, False if it concerns rewards or the optimizer."""
+    """False if the alert concerns rewards or the optimizer."""
 
     @property
     def condition(self) -> str:
-        """The condition under which the alert fires, e.g. `> 0.001`."""
+        """When the alert fires, e.g. `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
     @property
@@ -133,12 +133,11 @@ ALARMS = (
         source="slime, Miles CI",
     ),
 )  # fmt: skip
-"""Alert levels as published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReading:
-    """The evaluation of one alert rule over the steps of a run."""
+    """One alert rule, evaluated over the steps of a run."""
 
     alarm: Alarm
     own: float | None
@@ -146,12 +145,11 @@ class AlarmReading:
     is_raised: bool
     """True if the alert fires at any step."""
     worst_step: int | None
-    """The step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
+    """Step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
     first_step: int | None = None
-    """The first step at which the alert fires; None if it never does."""
+    """First step at which the alert fires; None if it never does."""
     first_value: float | None = None
     last_step: int | None = None
-    """The last step at which the alert fires; None if it never does."""
     num_steps: int = 0
     still: bool = False
     """True if the alert fires at the last step with a value."""
@@ -159,15 +157,15 @@ class AlarmReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReadings:
-    """The evaluations of all alert rules over a run."""
+    """All alert rules, evaluated over a run."""
 
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
-    """Published rules that could not be evaluated because the trace lacks their metric."""
+    """Published rules whose metric the trace lacks."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Readings of the rules that fire, in the order of the first step at which they fire."""
+        """Rules that fire, by the first step at which they do."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
@@ -175,8 +173,10 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and rules for values that
-    are not finite. If `series` covers only part of the run, `whole` has the series of the whole run."""
+    """Evaluate published levels, tim-trace's own rules, and rules for values that are not finite.
+
+    If `series` covers only part of the run, `whole` has the series of the whole run.
+    """
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -190,7 +190,6 @@ def judge_alarms(
 
 
 def judge_level(alarm: Alarm, steps: np.ndarray, values: Array) -> AlarmReading:
-    """Evaluate a published level on the [n] values of its metric."""
     assert alarm.level is not None
     size = np.abs(values) if alarm.of_size else values
     return _reading(alarm, steps, size > alarm.level if alarm.above else size < alarm.level, values)
@@ -215,7 +214,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Yield the readings of tim-trace's own four rules at the steps `at`. The rules also use earlier steps."""
+    """Evaluate tim-trace's own four rules at the steps `at`; they also use earlier steps."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
@@ -247,7 +246,6 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
-    """Yield a reading if the mismatch excludes tokens whose logprobs are not finite."""
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
@@ -259,7 +257,6 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    """Yield readings for rewards, gradient norms and losses that are not finite."""
     series_of_run = (
         ("reward", "most rewards of a step", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "the update of this step was not finite"),

@@ -1,4 +1,4 @@
-"""Compute the share of repeated responses that received a different reward."""
+"""The share of repeated responses that got a different reward."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Number of steps in the window over which the share of unequal rewards is computed."""
+"""Steps over which the share is computed."""
 FEWEST = 20
-"""Minimum number of repeated responses in a window; if there are fewer, the share is reported as 0."""
+"""Repeated responses needed in a window; with fewer, the share is 0."""
 
 
 class Repeats:
-    """Hashes and rewards of a run's responses, per step."""
+    """Hashes and rewards of a run's responses, by step."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of the given steps, replacing earlier data for these steps."""
+        """Read the responses of the open steps; what was kept of `steps` is replaced."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -39,7 +39,7 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each step; see `unequal_rewards`."""
+        """Return the steps with responses, and the share of unequal rewards at each; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -53,8 +53,8 @@ def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, nu
     """Return, per step, the share of repeated responses with a different reward than the previous identical response.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
-    hash of prompt and response. Returns [n] shares over the WINDOW steps up to each step; 0 if these steps have fewer
-    than FEWEST repeated responses.
+    hash of prompt and response. The shares cover the WINDOW steps up to each step; 0 with fewer than FEWEST repeated
+    responses.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -9,25 +9,23 @@ from .reading import AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
-    """Describe the step or steps that a reading's value comes from."""
     return "every step" if reading.worst_step is None else f"worst step {reading.worst_step}"
 
 
 def fired(num_raised: int, num_judged: int) -> str:
-    """State how many alert rules fired."""
     if not num_raised:
         return f"no alert fired ({num_judged} rule{'' if num_judged == 1 else 's'})"
     return f"{num_raised} of {num_judged} alerts fired"
 
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Render a reading's value, formatted by `number`, and the step of the value. The reading must have a value."""
+    """Render a reading's value, formatted by `number`, and its step. The reading must have a value."""
     assert reading.own is not None
     return f"{number(reading.own)} at {taken_over(reading)}"
 
 
 def since(reading: AlarmReading) -> str:
-    """State the steps at which a reading's alert fires; empty if it never does."""
+    """State when an alert fires; empty if it never does."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:
@@ -38,7 +36,6 @@ def since(reading: AlarmReading) -> str:
 
 
 def alarm_sentence(reading: AlarmReading) -> str:
-    """Describe a rule, its value and step, and when the alert fires."""
     alarm = reading.alarm
     own = "" if reading.own is None else f" ({value_text(reading)})"
     when = since(reading)
@@ -46,7 +43,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a reading as JSON: its value and steps, and the condition of `gate` that fails when the alert fires."""
+    """Return a reading as JSON, with the `gate` condition that fails when the alert fires."""
     return {
         "gate": reading.alarm.gate, "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

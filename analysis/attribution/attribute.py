@@ -1,4 +1,4 @@
-"""Find the cause of a collapse or slow decline, from one run or from a run and its baseline run."""
+"""Find the cause of a collapse or slow decline, from one run or from a run and its baseline."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""Series that must stay finite for a run to continue."""
+"""A run is lost once one of these stays NaN or infinite."""
 _MOST_STEPS = 12
-"""Maximum number of steps tested as the onset of a hypothetical drop; each test costs as much as a real drop."""
+"""Steps tried as the onset of a hidden drop; each costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
-"""Minimum strength for a difference from a baseline run to be listed."""
+"""Weaker differences from a baseline are not listed."""
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
-"""Prefixes of features for configured differences; these count in addition to the first difference in the data."""
+"""Features of configured differences; they count in addition to the first difference in the data."""
 FELL_TOO = 0.6
-"""Fraction of the judged run's relative drop above which the baseline run counts as collapsed too."""
+"""The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(
@@ -54,16 +54,17 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely cause.
+    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
-    The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
-    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run this is only an
-    observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one
-    change, ideally with an exact engine, the first difference is an intervention, and a run that does not follow the
-    baseline's rise counts as a drop of kind `flat`. A mismatch after the drop is never its cause.
+    The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
+    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. From one run
+    this is only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
+    and one change, ideally an exact engine. With it, the first difference is an intervention, and a run that does not
+    follow the baseline's rise has a drop of kind `flat`. A mismatch after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not the
-    answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.
+    answer. Earlier steps still count as evidence, and so does the rest of the run if it collapses by the last selected
+    step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -80,7 +81,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases; `checked` is the run's result of `check`, if available."""
+    """Run `attribute` on open databases; `checked` is the run's `check` result, if there is one already."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -89,7 +90,6 @@ def explain(
 
 
 def _alone(facts: Facts) -> Attribution:
-    """Judge a run by its own facts."""
     if facts.fall is None:
         return _attribution(facts, (), (), _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS]))
     known = table(facts)
@@ -97,8 +97,7 @@ def _alone(facts: Facts) -> Attribution:
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
-    """Judge a run by its facts and its differences from a baseline run; if both collapsed, only by the facts they
-    share."""
+    """Judge a run beside its baseline. If both collapsed, only the facts they share count."""
     shares = shares_prompts(facts, control)
     if shares:
         facts = facts.beside(control)
@@ -137,7 +136,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
-    """Return the most probable cause if the run got worse at one of the given steps without a visible drop."""
+    """Return the likely cause if the run silently got worse at one of these steps."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -146,9 +145,8 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
             suspects = judged(known, ALONE)
         else:
             suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
-        if (
-            facts.new_reward is not None and step == facts.new_reward.step
-        ):  # the change is certain, so a named suspect caused it
+        if facts.new_reward is not None and step == facts.new_reward.step:
+            # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
@@ -190,11 +188,11 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Names under which a fact may hold its value after a change (_BEFORE: before it); the first one present is used."""
+"""A fact may hold its value before and after a change under any of these names; the first one present counts."""
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the facts of several runs as rows of the SQL view `facts`, strongest first; none for a run without a drop."""
+    """Return the SQL view `facts`, strongest first per run; a run without a drop has none."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))
@@ -210,11 +208,11 @@ def facts_table(database: Database) -> pa.Table:
 
 
 _FEWEST_STEPS = 3
-"""Minimum number of steps on each side of a step for comparing how responses end."""
+"""Steps needed on each side to compare how responses end."""
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
-    """Return the facts as they would be if the run dropped at a step."""
+    """Return the facts as if the run had dropped at `step`."""
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
@@ -223,7 +221,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Yield the steps at which the run's inputs or engine changed."""
+    """Yield steps at which the run's inputs or engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in GIVEN and is_clear and change.shape != "ramp":
@@ -242,7 +240,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the step at which responses start to end differently than in the first fifth of the run, or None."""
+    """Return the step from which responses end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -264,11 +262,11 @@ _NEXT = {
     "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
     "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
-"""The test that would decide whether a suspect is the cause, by suspect."""
+"""The test that would confirm or rule out a suspect."""
 
 
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Return the suspects, with the kind of mismatch and the next command filled in."""
+    """Fill in the kind of mismatch and the next command of each suspect."""
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
         for suspect in suspects
@@ -296,7 +294,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: check's finding, corrected by the onset and growth of the mismatch."""
+    """Return the kind of mismatch: check's finding, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])
@@ -309,7 +307,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
+    # Before the first update, weights differ only if trainer or engine quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:

@@ -1,4 +1,4 @@
-"""The result of `attribute`: the drop of a run, and the suspects for its cause."""
+"""The result of `attribute`: the drop in a run, and the suspects for its cause."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .fact import Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Statement):
-    """A piece of evidence for or against a suspect, with the measured numbers; its code is a key in text.EVIDENCE."""
+    """A piece of evidence for or against a suspect; its code is a key in text.EVIDENCE."""
 
     points: float
-    """Log odds that the evidence contributes (natural logarithm); negative if it counts against the suspect."""
+    """Log odds (natural) in favour of the suspect; negative if it speaks against it."""
 
 
 SUSPECTS = {
@@ -36,19 +36,19 @@ SUSPECTS = {
     "length": "response length",
     "unknown": "something else",
 }
-"""Names of the suspects in results, by code."""
+"""Suspects by code, as results name them."""
 
 
 _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""The component to fix, named as in check, or `data`, by code of the suspect."""
+"""What to fix, by suspect: a component as in `check`, or `data`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""The component to fix, by code of evidence from identical prefixes or rows, which is conclusive by itself."""
+"""What to fix, by code of evidence that settles it alone because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -57,34 +57,33 @@ class Suspect:
     """One possible cause of a collapse."""
 
     code: str
-    """Code of the suspect, a key in SUSPECTS."""
+    """A key in SUSPECTS."""
     detail: str = ""
-    """The kind of mismatch, as a code of a check finding; empty for other suspects."""
+    """The kind of mismatch, as a code of a `check` finding; empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
-    """Probability that the suspect is the cause, 0 to 1; the probabilities of all suspects sum to 1."""
+    """0 to 1; the suspects of a run sum to 1."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would confirm or rule out the suspect; empty if there is none."""
+    """The cheapest replay or rerun that would confirm the suspect or rule it out; may be empty."""
 
     @property
     def title(self) -> str:
-        """Name of the suspect, followed by the kind of mismatch if known."""
+        """Name of the suspect, with the kind of mismatch if known."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     def titled(self, basis: str = "") -> str:
-        """Return the title with the probability of the suspect (all kinds together), and `basis`, the evidence it rests
-        on."""
+        """Return the title with its probability (all kinds of mismatch together) and the `basis` it rests on."""
         kind = self.title.removeprefix(SUSPECTS[self.code])
         return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
 
     @property
     def proof(self) -> Evidence | None:
-        """Evidence that proves by itself what to fix; None if there is none."""
+        """Evidence that settles by itself what to fix, if there is any."""
         return next((each for each in self.for_it if each.code in _BY_EVIDENCE), None)
 
     @property
     def broken(self) -> str | None:
-        """The component to fix if this suspect is the cause, as in `check`, or `data`; None for something else."""
+        """What to fix if this is the cause: a component as in `check`, or `data`. None for `unknown`."""
         if self.proof is not None:
             return _BY_EVIDENCE[self.proof.code]
         if self.code == "staleness" and any(each.code.startswith("declared_lag") for each in self.for_it):
@@ -93,34 +92,34 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """Step named by the strongest supporting evidence that names one; None if no evidence does."""
+        """Step of the strongest supporting evidence that has one."""
         return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:
-        """Evidence in favour of the suspect except the prior, strongest first."""
+        """Supporting evidence except the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """The cause of a drop that only an evaluation would show."""
+    """The likely cause in case only an evaluation would show the drop."""
 
     suspects: tuple[Suspect, ...]
-    """Suspects, most probable first; without `unknown` if identical responses get a different reward from `step` on."""
+    """Most probable first; without `unknown` if identical responses get a different reward from `step` on."""
     step: int
-    """Step at which the run's records change."""
+    """Step at which the recorded data change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""Probability above which a suspect is reported as the cause: more probable than all others together."""
+"""A suspect above this is reported as the cause: it outweighs all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""Minimum probability at which a suspect is named if the cause is unknown."""
+"""If the cause is unknown, suspects below this are not named."""
 MAX_PROBABILITY_CLEARED = 0.05
-"""Probability below which the mismatch is ruled out."""
+"""Below this, the mismatch is ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,69 +133,66 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
-    """A difference between a run and its baseline run; its code is a key in text.DIFFERENCES."""
+    """A difference between a run and its baseline; its code is a key in text.DIFFERENCES."""
 
     suspect: str
-    """Code of the suspect that the difference supports."""
+    """Code of the suspect it points to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution(Result):
-    """The drop of a run, what changed around it, and the suspects."""
+    """The drop in a run, what changed around it, and the suspects."""
 
     _text = "tim_trace.analysis.attribution.text:attribution_text"
 
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given. Facts may also come from other steps; see `facts.changes.known_run`."""
+    """The `steps` option as given; facts may come from other steps too, see `facts.changes.known_run`."""
     control: str | None
     kind: str
-    """`intervention` if the baseline run has the same first prompts and, in case of a drop, its differences point to
-    one suspect; else `observation`."""
+    """`intervention` if both runs begin with the same prompts and, after a drop, their differences point to one
+    suspect; else `observation`."""
     num_steps: int
     outcome: str
-    """The series judged: an evaluation if one was logged, else the reward; empty if neither was recorded."""
+    """The series judged: an evaluation if one was logged, else the reward; empty without either."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty if there
-    is no drop."""
+    """Changes in or shortly before the onset interval, largest first, consequences last; empty without a drop."""
     suspects: tuple[Suspect, ...]
-    """All suspects, most probable first; empty if the run has no drop."""
+    """Most probable first; empty without a drop."""
     facts: tuple[Fact, ...] = ()
-    """Facts about the run and its differences from the baseline run, strongest first; empty without a drop."""
+    """Facts about the run and its baseline, strongest first; empty without a drop."""
     supposed: SupposedCause | None = None
-    """The most probable cause in case the run got worse without a visible drop; None with a drop, or without a change."""
+    """The likely cause if the run got worse without a visible drop; None with a drop, or if nothing changed."""
     later: Fall | None = None
-    """Drop of the run that begins after the selected steps; None if there is none."""
+    """A drop that begins after the selected steps."""
     not_finite: tuple[NotFinite, ...] = ()
-    """Rewards, gradient norms and losses that are NaN or infinite until the end of the run, earliest first."""
+    """Rewards, gradient norms and losses that are NaN or infinite to the end, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
-    """Differences from the baseline run, earliest first."""
+    """How the run differs from its baseline: first difference first, the rest by strength."""
     note_codes: tuple[Statement, ...] = ()
-    """Analyses that this trace does not support, with the reasons; their codes are keys in text.NOTES."""
+    """What this trace cannot answer, and why; codes are keys in text.NOTES."""
 
     @property
     def supposed_cause(self) -> SupposedCause | None:
-        """`supposed` if one suspect is more probable than all others together, else None."""
+        """`supposed` if one suspect in it outweighs all others together."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
         return self.supposed if is_one else None
 
     @property
     def is_intervention(self) -> bool:
-        """True if `kind` is `intervention`."""
         return self.kind == INTERVENTION
 
     @property
     def clears_mismatch(self) -> bool:
-        """True if the probability of mismatch is below MAX_PROBABILITY_CLEARED."""
         return any(
             suspect.code == "mismatch" and suspect.probability < MAX_PROBABILITY_CLEARED for suspect in self.suspects
         )
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect that is more probable than all others together; None if there is no such suspect or no drop."""
+        """Code of the suspect that outweighs all others together; None without one."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
@@ -204,6 +200,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect other than `unknown`; None without a drop or below MIN_PROBABILITY_OF_SUSPECT."""
+        """The most probable suspect other than `unknown`; None below MIN_PROBABILITY_OF_SUSPECT."""
         named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
         return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

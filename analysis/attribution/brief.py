@@ -8,13 +8,13 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum length of the table of facts, in characters; this limits the whole brief to about 4,000 tokens."""
+"""Characters in the table of facts; this keeps the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
-"""Minimum strength for a fact to be listed."""
+"""Weaker facts are not listed."""
 _OPEN = 0.05
-"""Minimum probability at which a suspect is still an open question."""
+"""A suspect below this probability is no longer an open question."""
 _ALIKE = 3.0
-"""Maximum ratio between the probabilities of two suspects that counts as undecided."""
+"""Two suspects are undecided if neither is more than this many times as probable as the other."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": (
@@ -70,11 +70,11 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "ORDER BY abs(step - {step}) LIMIT 20",
     ),
 }  # fmt: skip
-"""The question that decides whether a suspect is the cause, and the SQL that answers it, by suspect."""
+"""By suspect, the question that would settle it and the SQL that answers it."""
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
-    """Return the story, the facts (strongest first), the suspects that cannot be told apart, and SQL for each open question."""
+    """Render the story, the facts, the undecided suspects, and SQL for each open question."""
     change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -83,7 +83,8 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
         parts.append(_facts(result))
     elif change is not None:
         named = [one for one in change.suspects if one.code != "unknown"][:1]
-        parts += ["\n".join([f"If the run did get worse, at step {change.step}:", *_evidence(one)]) for one in named]
+        head = f"If the run did get worse, at step {change.step}:"
+        parts += ["\n  ".join([head, *map(evidence_sentence, one.for_it)]) for one in named]
     if suspects:
         parts.append(_alike(suspects))
     parts += [_rows(result), _questions(result, suspects)]
@@ -104,12 +105,7 @@ def _facts(result: Attribution) -> str:
     return "\n".join(lines)
 
 
-def _evidence(suspect: Suspect) -> list[str]:
-    return [f"  {evidence_sentence(one)}" for one in suspect.for_it if one.code != "prior"]
-
-
 def _alike(suspects: tuple[Suspect, ...]) -> str:
-    """Return the probabilities, and the suspects that the model cannot tell apart."""
     first, *rest = suspects
     listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
@@ -126,8 +122,7 @@ def _onset(result: Attribution) -> tuple[int, int] | None:
 
 
 def _rows(result: Attribution) -> str:
-    """Return a command that shows rows of the step at which the run first differs from its baseline, or of the steps before and
-    after the onset."""
+    """Return a command that shows rows at the first difference from the baseline or, without one, around the onset."""
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
     onset = _onset(result)
     first = min(steps, default=result.num_steps if onset is None else onset[0])

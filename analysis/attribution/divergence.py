@@ -1,7 +1,7 @@
-"""Find the first difference between a run and its baseline run: its step and its kind.
+"""Find the first difference between a run and its baseline.
 
-The runs are identical before the first difference, so only this difference can have caused the later ones. Within a
-step, the checks follow the data flow: prompts, sampled responses, rewards, reference, advantages, updated weights.
+The runs are identical before it, so it alone can have caused the later ones. Within a step, the checks follow the data:
+prompts, sampled responses, rewards, reference, advantages, updated weights.
 
 Shapes: N sequences in a step, T tokens in a response.
 """
@@ -24,54 +24,54 @@ from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
 _OF_BATCH = ("advantages_part", "advantages_by_distance_part", "advantages_by_surprise_part")
-"""Codes of differences that different prompts can also cause, through the mean and spread of the batch."""
+"""Different prompts can cause these too, through the mean and spread of the batch."""
 _ROUNDING = 1e-9
-"""Maximum difference between mean logprobs of two bitwise identical runs, in nats, due to summation order."""
+"""Summation order can move the mean logprobs of bitwise identical runs this far apart, in nats."""
 _FEWEST = 8
-"""Minimum number of sequences for correlating advantages with another quantity."""
+"""Sequences needed to correlate advantages with another quantity."""
 _FLOAT32 = 1e-10
 """Share of the squared advantages that float32 rounding may leave unexplained."""
 _EXACT = 5
-"""Number of bitwise identical steps after which any difference counts, however small."""
+"""After this many bitwise identical steps, any difference counts, however small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference between a run and its baseline run."""
+    """The first difference between a run and its baseline."""
 
     code: str
     step: int
     """First step that differs; for an update, the step of the update."""
     num_before: int
-    """Number of shared steps before the difference; all recorded data in them is identical."""
+    """Number of shared steps before it, identical in everything recorded."""
     is_sudden: bool = True
-    """True if weights were bitwise identical before the difference; False if rounding drove the runs apart."""
+    """True if weights were bitwise identical before; False if rounding drove the runs apart."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Both runs' sequences at one step, paired by prompt."""
+    """One step of both runs, paired by prompt."""
 
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of the step's prompts that both runs have; a trainer may choose prompts by rewards."""
+    """Share of the step's prompts that both runs have; a trainer may choose prompts by reward."""
 
     @property
     def equal_N(self) -> np.ndarray:
-        """[N] bool mask that is True where both runs sampled the same response."""
+        """[N] True where both runs sampled the same response."""
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Return the runs' mean absolute difference in a column over identical sequences; 0 if not recorded."""
+        """Return the mean absolute difference in a column over identical sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
 
 
 def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
-    """Return the first difference; None if the runs share no step or do not differ."""
+    """None if the runs share no step or never differ."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     before = 0.0
@@ -93,7 +93,6 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
 
 
 def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
-    """Return both runs' sequences at a step, restricted to prompts that both have."""
     one, two = (run.at_step(step) for run in (a, b))
     if np.array_equal(one.prompt, two.prompt):
         return _Step(one, two)
@@ -102,9 +101,9 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return the code and the numbers of the first difference at a step; the code is empty if there is none.
+    """Return the code and numbers of the first difference within a step; the code is empty without one.
 
-    `least`: difference between two mean logprobs for the same tokens, in nats, above which they count as different.
+    `least`: difference between mean logprobs of the same tokens, in nats, above which they differ.
     """
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
@@ -119,9 +118,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         )
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
-    if (
-        tokens is not None and not tokens.apart and not equal.any()
-    ):  # no token to compare: all responses differ at their first token
+    if tokens is not None and not tokens.apart and not equal.any():
+        # All responses differ at their first token, which leaves none to compare.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
@@ -146,10 +144,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _apart_at(facts: Facts, step: int) -> float:
-    """Return mean |d| at a step, in nats, or MATERIAL_MISMATCH if that is larger."""
-    place = int(np.searchsorted(facts.steps, step))
-    values = facts.values("mean_abs_d")
-    return max(float(values[place]) if place < len(values) else math.nan, t.MATERIAL_MISMATCH)
+    """Return mean |d| at a step, in nats, but at least MATERIAL_MISMATCH."""
+    return max(facts.at("mean_abs_d", step), t.MATERIAL_MISMATCH)
 
 
 def _of_rewards(
@@ -178,12 +174,10 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if about as many rows have a different reward as if rewards had been shuffled within groups."""
-    by_chance = [
-        1
-        - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
-        for group in np.unique(b.group)
-    ]
+    """True if about as many rows have a different reward as after a shuffle within groups."""
+    groups = (b.reward[b.group == group] for group in np.unique(b.group))
+    counts = (np.unique(rewards, return_counts=True)[1] for rewards in groups)
+    by_chance = [1 - float(((count / count.sum()) ** 2).sum()) for count in counts]
     return float(differs.mean()) >= t.MIXED * float(np.mean(by_chance))
 
 
@@ -211,10 +205,9 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the partial correlation of advantages with a quantity (per token or summed), given the baseline's
-    advantages.
+    """Correlate advantages with a quantity, per token or summed, given the baseline's advantages.
 
-    It does not depend on the scale of the advantages, and is 0 if the quantity was not recorded.
+    The scale of the advantages does not matter. 0 if the quantity was not recorded.
     """
     found = 0.0
     group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)

@@ -1,7 +1,7 @@
-"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a single
-run, and one for a run with a baseline run.
+"""Collect the facts of a run, and weigh them with a fitted model.
 
-Fitted by benchmarks/laboratories/left_out.py on the facts of benchmark runs with a known cause.
+model.json holds two multinomial logistic regressions, one for a run alone and one for a run beside its baseline.
+benchmarks/laboratories/left_out.py fits them on benchmark runs whose cause is known.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),
 )  # fmt: skip
-"""Features and the features that they explain away, applied in this order. Any declared lag explains old weights."""
+"""(explaining features, features they explain away), applied in this order. Any declared lag explains old weights
+completely."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return the strongest fact for each feature, with its level reduced by the share that other facts explain."""
+    """Return the strongest fact of each feature, reduced by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -61,21 +62,18 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
     return found
 
 
-LOOKS = (*engine.ALL, *samples.ALL, *training.ALL)
-"""Functions that derive facts from the records of a run."""
-
-
 def table(facts: Facts) -> tuple[Fact, ...]:
-    """Return all facts of a run with a drop, strongest first; empty without a drop."""
+    """Return a run's facts, strongest first; empty without a drop."""
     if facts.fall is None:
         return ()
-    return _sorted([one for look in LOOKS for one in look(facts)])
+    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
 
 
 def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline run, starting with the first one, and where the two diverge.
+    """Return how a run differs from its baseline (first difference first, the rest by strength) and where they diverge.
 
-    `known`: the facts of the run alone."""
+    `known`: the facts of the run alone.
+    """
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     found += beside.changed(facts, control, parted, known)
@@ -85,14 +83,14 @@ def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference unless it is later than the drop or due to rounding drift."""
+    """Return the first difference unless it came after the drop, grew out of rounding, or is just another seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
-    """Return True if the first steps of both runs have the same prompts in the same order."""
+    """True if both runs begin with the same prompts in the same order."""
     first, second = (
         run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
         for run in (facts, control)
@@ -107,7 +105,7 @@ def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:
 
 ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
-"""Minimum contribution to the log odds for a fact to be listed as evidence."""
+"""Facts that contribute less than this to the log odds are not listed as evidence."""
 
 
 @cache
@@ -116,8 +114,10 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects with probabilities that sum to 1, most probable first. Each fact's points are its contribution to
-    the suspect's log odds, relative to the mean over all suspects."""
+    """Return every suspect with its probability, most probable first.
+
+    The points of a fact are what it adds to a suspect's log odds, relative to the mean over all suspects.
+    """
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
@@ -138,13 +138,14 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Support for a suspect, relative to a fact's strongest, at or above which all facts together decide between the
-two."""
+"""A fact supports every suspect that it favours at least this much, relative to its favourite."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most, or the most probable of those that it supports about as much; `unknown`
-    if the model does not know the fact."""
+    """Return the suspect that a fact supports most; near ties go to the most probable one.
+
+    `unknown` if the model lacks the fact.
+    """
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

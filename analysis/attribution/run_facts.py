@@ -1,4 +1,4 @@
-"""Read from a trace the facts that an attribution needs, each on first use."""
+"""The facts that an attribution needs, each read from the trace on first use."""
 
 from __future__ import annotations
 
@@ -64,35 +64,33 @@ from . import thresholds as t
 from .settings import is_setting, read_settings, suspect_of
 
 _BREAK_STEPS = 10
-"""Number of steps compared before and after a step to find where advantages stop following rewards."""
+"""Steps compared on each side to find where advantages stop following rewards."""
 _FEWEST_STEPS = 3
-"""Minimum number of steps before and after, each with rewards and advantages that vary within groups."""
+"""Steps needed on each side, with rewards and advantages that vary within groups."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Number of steps before and after a drop in which rewards are compared with response lengths."""
+"""Steps before and after a drop in which rewards are compared with response lengths."""
 _FEWEST_TELLING = 5
-"""Minimum number of usable steps on each side of a drop for comparing rewards with response lengths."""
+"""Usable steps needed on each side for that comparison."""
 _ENOUGH = 20
-"""If at least this many steps precede a drop, only their first half represents the healthy run."""
+"""With at least this many steps before a drop, only their first half represents the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an attribution knows about one trace."""
+    """Everything an attribution knows about one trace."""
 
     trace: str
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop in the judged outcome, or a drop that shows only in comparison with a baseline run; None if there is
-    neither."""
+    """The drop in the judged outcome, or one that only shows beside a baseline."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
-    """The result of `check` for train:rollout; None if the two passes share no token."""
+    """None for a baseline, or if `check` could not run."""
     database: Database
-    """The usable steps of the trace; their sequences and changes are read from the trace on demand."""
+    """The usable steps; their sequences and changes are read on demand."""
     pair: Pair
     settings: Mapping[str, Any]
-    """Hyperparameters by name, as numbers or text."""
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None
@@ -100,24 +98,21 @@ class Facts:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The judged outcome: an evaluation if logged, else the reward."""
         return self.outcomes.judged
 
     @property
     def changes(self) -> Mapping[str, tuple[ChangePoint, ...]]:
-        """Change points by series name."""
         return read_changes(self.database, self.pair)
 
     @cached_property
     def near(self) -> tuple[RecordedChange, ...]:
-        """Recorded changes within or shortly before the onset interval, largest first."""
+        """Changes in or shortly before the onset interval, largest first."""
         if self.fall is None:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        ordered = (
-            replace(change, order=order_beside(change, fall)) for change in found
-        )  # the drop may have been found with a baseline run, so the order is computed again
+        # A baseline may have moved the drop, which changes the order.
+        ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
@@ -138,21 +133,21 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # a later change that does not qualify discards the earlier one
+            else:  # another change followed, so the earlier one was not permanent
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Return the certain changes of some kinds near the drop; if there are none, permanent ones long before it."""
+        """Return the certain changes of these kinds near the drop or, without any, permanent ones long before it."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Return the changes near the drop in a suspect's settings; if there are none, those long before it."""
+        """Return the changes in a suspect's settings near the drop or, without any, long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A logged number that is constant may be a measurement, such as a share of 0 or the best reward.
+            # A constant number in the log may be a measurement, such as a share of 0 or the best reward so far.
             found = [change for change in found if change.series in self.settings or is_setting(change.series)]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found
@@ -160,30 +155,33 @@ class Facts:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The sequences of the run, with their rewards, advantages and mean logprobs."""
         return read_rollouts(self.database, self.pair)
 
     @property
     def steps(self) -> np.ndarray:
-        """[n] int64: the steps of the run."""
         series = next(iter(self.series.values()), None)
         return np.empty(0, np.int64) if series is None else series.steps
 
     def values(self, name: str) -> np.ndarray:
-        """Return the values of a series, [n]; NaN where missing."""
+        """Return a series as [n] values; NaN where missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
+    def at(self, name: str, step: int) -> float:
+        """Return the value of a series at a step; NaN where missing."""
+        place = int(np.searchsorted(self.steps, step))
+        return float(self.values(name)[place]) if place < len(self.steps) else math.nan
+
     @cached_property
     def since_fall(self) -> Rollouts:
-        """The sequences since the earliest possible onset of the drop; all sequences if there is no drop."""
+        """Sequences since the earliest possible onset; all of them without a drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses, compared after the onset of the drop.
+        """Rewards of identical responses since the onset.
 
-        If rewards are in the wrong rows only after the onset interval, the comparison starts there.
+        If they are in the wrong rows only after the onset interval, since its end.
         """
         found = repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
@@ -193,12 +191,12 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """Rewards of identical responses, compared well before the drop, because its cause may have begun earlier."""
+        """Rewards of identical responses well before the drop, because its cause may have begun earlier."""
         return repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """The sequences of the first half of the steps before the drop, or of all these steps if they are few."""
+        """Sequences of the first half of the steps before the drop, or of all these steps if they are few."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -209,7 +207,7 @@ class Facts:
 
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
-        """Rewards that stop correlating with likelihood at a step although their distribution is unchanged, or None."""
+        """Set if rewards stop correlating with likelihood at a step while their distribution stays the same."""
         step = self.moves.breaks("relation")
         if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
             return None
@@ -217,9 +215,9 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Identical responses whose reward changes at a step, or None.
+        """Identical responses whose reward changes near the drop, or for good before it.
 
-        The step is near the drop, or earlier if the change is permanent. Without a drop it can be any step.
+        Without a drop, at any step.
         """
         if not len(self.steps):
             return None
@@ -235,7 +233,7 @@ class Facts:
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation of length with reward changes of identical responses, if length explains these changes; else 0."""
+        """Correlation of length with the reward changes of identical responses if it explains them, else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -253,16 +251,14 @@ class Facts:
     def rewards_by_length(self) -> tuple[float, float] | None:
         """Share of the reward variance within a step that length explains, before and after the onset.
 
-        None unless this share grew from below LENGTH_LITTLE to LENGTH_MOST or more.
+        None unless it grew from below LENGTH_LITTLE to LENGTH_MOST or more.
         """
         if self.fall is None:
             return None
         steps, share = explained_by_length_by_step(self.rollouts)
         first = self.fall.interval[0] - ft.AHEAD
-        before, since = (
-            share[steps < first][-_LONG_BEFORE:],
-            share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)],
-        )
+        before = share[steps < first][-_LONG_BEFORE:]
+        since = share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)]
         if min(len(before), len(since)) < _FEWEST_TELLING:
             return None
         usual, now = float(np.median(before)), float(np.median(since))
@@ -270,10 +266,7 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Identical responses that the reference model starts to score differently at some step, or None.
-
-        The step is near the drop, or earlier if the change is permanent.
-        """
+        """Identical responses that the reference model scores differently near the drop, or for good before it."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
@@ -281,8 +274,7 @@ class Facts:
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop (without a drop: at any
-        step)."""
+        """Find identical responses whose value changes by more than `least` near the drop, or at all."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -298,20 +290,18 @@ class Facts:
         if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
-        is_one = (
-            unequal_share(since, column, least) <= t.CHANGED and not unequal_share(before, column, least) > t.CHANGED
-        )
-        return found if is_one else None
+        unequal_since, unequal_before = (unequal_share(part, column, least) for part in (since, before))
+        return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if another input changed at the drop, so that the reward may have changed as a consequence."""
+        """True if another input changed at the drop, which may explain the reward."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """Responses that start to get a consistently different reward, in a run without a drop; None otherwise."""
+        """Responses that consistently get a new reward from some step on, in a run without a drop."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -321,8 +311,7 @@ class Facts:
     def pays_length(self) -> float:
         """Correlation between length and reward within groups at the onset; if undefined there, after the onset.
 
-        If lengths are constant within groups, it is the correlation over all responses, or NaN if length does not
-        explain the reward.
+        If lengths are constant within groups, over all responses, or NaN if length does not explain the reward.
         """
         for part in (self.around_fall(), self.since_fall):
             within = relation(part, "length", "reward").correlation
@@ -334,10 +323,9 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """The step at which advantages stop following rewards within groups; None if there is none up to the drop.
+        """The step, up to the drop, at which advantages stop following rewards within groups.
 
-        Steps are compared one by one, because a policy trained on wrong advantages may soon get the same reward
-        everywhere.
+        Steps are compared one by one: a policy trained on wrong advantages may soon get the same reward everywhere.
         """
         if self.fall is None:
             return None
@@ -354,12 +342,11 @@ class Facts:
 
     @cached_property
     def moves(self) -> Moves:
-        """The changes around the onset of the drop, ordered by step; empty without a drop."""
         return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
 
     @cached_property
     def breaks(self) -> int:
-        """The first step of the drop, or the step at which rewards or advantages went wrong if that is earlier."""
+        """First step of the drop or, if earlier, the step at which rewards or advantages went wrong."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = (self.moves.breaks("relation"), self.advantages_break)
@@ -367,19 +354,21 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
-        """Logprobs of repeated prefixes after the mismatch begins, which show whether the engine's weights changed."""
+        """Whether the engine's logprobs of repeated prefixes change once the mismatch has begun."""
         begins = _mismatch_begins(self)
-        return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
+        return None if begins is None else read_still_engine(self.rollouts, begins)
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """The engine's logprobs since the mismatch began, matched with earlier trainer logprobs; None without a mismatch."""
+        """The engine's logprobs since the mismatch began, matched with earlier trainer logprobs."""
         begins = _mismatch_begins(self)
-        return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
+        return None if begins is None else read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Return the facts with the drop located in the difference from a baseline run with the same seeds, where
-        shared noise cancels; without a drop, locate the step from which the run does not follow the baseline's rise."""
+        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
+
+        Without a drop, locate the step from which the run does not follow the baseline's rise.
+        """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall
@@ -397,7 +386,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences from the onset until a tenth of the run later, when the policy has unlearned little."""
+        """Return the sequences from the onset to a tenth of the run later, when the policy has unlearned little."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -406,10 +395,8 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace; `checked` is its result of check, if available. A baseline run is not checked.
-
-    Raises DamagedTrace.
-    """
+    """Read the facts of a trace and, except for a baseline, its `check` result if not `checked` yet. Raises
+    DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else known_run(database, pair)
@@ -436,12 +423,11 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step at which the mismatch reaches a tenth of its size at the drop (or, if that is
-    larger, a hundredth of its maximum)."""
+    """Return the first step with a tenth of the mismatch at the drop or, if larger, a hundredth of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None
-    begun = np.flatnonzero(values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10))
+    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
     return int(begun[0]) if len(begun) else None
 
 

@@ -1,4 +1,4 @@
-"""Read the settings of a run, and map optimizer settings to common names."""
+"""Read the settings of a run, with common names for those of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIMIZER = {
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
-"""Last words of setting names in training loops, by common name; not `epsilon`, which is the PPO clip range in TRL."""
+"""Common name -> last words of setting names in training loops; not `epsilon`, which is the PPO clip range in TRL."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +39,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Words in the names of a suspect's settings; the first match counts. A clipped norm is the gradient's."""
+"""Words in setting names, by suspect; the first match counts. Clipping a norm belongs to the optimizer."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -50,20 +50,20 @@ _PATTERNS = (
         ),
     ),
 )
-"""Patterns for whole setting names, by suspect; they are tried before the words."""
+"""Patterns for the last word of a name, tried before the single words."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words in the name of a logged number that mark it as a measurement rather than a setting."""
+"""Words that mark a logged number as a measurement, not a setting."""
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, by the last known word of its name; `unknown` if there is none."""
+    """Return the suspect that a setting belongs to, last part of its name first; `unknown` if no word is known."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -77,13 +77,13 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """Return True if the name of a logged number is that of a setting, not of a measurement."""
+    """True if a logged number has the name of a setting, not of a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
 def read_settings(database: Database) -> dict[str, Any]:
-    """Return hyperparameters by name, as numbers or text; optimizer settings also under their common names."""
+    """Return hyperparameters by name, as numbers or text; those of the optimizer also under their common names."""
     settings = read_hyperparameters(database)
     last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
     for name, aliases in _OPTIMIZER.items():

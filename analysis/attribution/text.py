@@ -1,4 +1,4 @@
-"""Render an attribution as text and as JSON: the only module that turns evidence codes and numbers into sentences."""
+"""Render an attribution as text and as JSON; every sentence about evidence is here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite, Suspect
 
 _MOST_CHANGES = 12
-"""Maximum number of recorded changes listed in the text."""
 _MOST_EVIDENCE = 8
-"""Maximum number of pieces of evidence listed for a suspect, strongest first."""
 _SHOWN = 0.02
-"""Probability below which a suspect is listed without its evidence."""
+"""Suspects below this probability are listed without evidence."""
 
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
@@ -86,23 +84,7 @@ EVIDENCE: Mapping[str, str] = {
     "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentence templates by code of a fact, with placeholders for the numbers; DIFFERENCES has those for a baseline run."""
-
-UNITS: Mapping[str, str] = {
-    "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
-    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
-    "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
-    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
-    "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
-    "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
-    "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",
-    "reward_before": "rewards", "series": "name", "setting": "name", "share": "0 to 1", "step": "step",
-    "still_share": "0 to 1", "surprisal": "nats", "to_value": "the series'", "trainer_share": "0 to 1",
-    "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
-    "value": "the setting's", "version": "step, or steps before",
-}  # fmt: skip
-"""Units of the numbers in these sentences, by name."""
+"""Sentences by code of a fact about a run; DIFFERENCES has those about a run and its baseline."""
 
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
@@ -148,7 +130,6 @@ DIFFERENCES: Mapping[str, str] = {
     "update_or_loss_without_advantages": "the update at step {step} yields different weights than the baseline's from the same sequences and rewards: the optimizer, a "
     "loss term or the advantages differ (neither advantages nor the gradient norm were recorded)",
 }
-"""Sentence templates by code of a difference from the baseline run."""
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
@@ -162,28 +143,25 @@ NOTES: Mapping[str, str] = {
     "rerun with the same seeds and data",
     "no_difference": "the traces of the run and its baseline show no difference, yet the run does worse",
 }
-"""Sentence templates by code of a note."""
 
 
 def evidence_sentence(evidence: Statement) -> str:
-    """Return the sentence that states a piece of evidence."""
     finding = str(evidence.values.get("finding", ""))
     sentence = EVIDENCE.get(evidence.code) or DIFFERENCES[evidence.code]
     return sentence.format(**evidence.values, finding_title=TITLES.get(finding, finding))
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
-    """Return one sentence per distinct difference from the baseline run."""
+    """Return the differences from the baseline as sentences, without repeats."""
     return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
 
 
 def note_sentences(result: Attribution) -> tuple[str, ...]:
-    """Return one sentence for each analysis that this trace does not support, with the reason."""
     return sentences(result.note_codes, NOTES)
 
 
 def verdict_sentence(result: Attribution) -> str:
-    """State whether the run collapsed, at which step the collapse begins, and its most likely cause."""
+    """State whether and when the run collapsed, and the most likely cause."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop in {result.outcome} before that." if result.outcome else ""
@@ -206,16 +184,14 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def later_clause(later: Fall | None) -> str:
-    """Return a clause about a collapse after the selected steps; empty if there is none."""
-    return (
-        ""
-        if later is None
-        else f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
-    )
+    """Mention a drop after the selected steps; empty without one."""
+    if later is None:
+        return ""
+    return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Return a clause that names the series that stay NaN or infinite, and from which step; empty if there are none."""
+    """Name the series that end in NaN or infinity, and since when; empty without any."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -240,7 +216,7 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """State that the cause is unknown, and name the most probable suspect."""
+    """State that the cause is unknown, and what comes closest."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
@@ -250,14 +226,12 @@ def unsure_clause(result: Attribution) -> str:
 
 
 def attribution_text(result: Attribution) -> str:
-    """Return the verdict, the first changes, and each suspect with its evidence and the next command to run."""
+    """Render the verdict, the changes around the drop, and each suspect with its evidence and next command."""
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
     if differences := difference_sentences(result):
-        parts.append(
-            "\n".join(["Differences between the run and its baseline:", *(f"  {each}" for each in differences)])
-        )
+        parts.append("\n  ".join(["Differences between the run and its baseline:", *differences]))
     if result.changes:
         parts.append(_changes(result))
     change = result.supposed_cause
@@ -272,7 +246,6 @@ def attribution_text(result: Attribution) -> str:
 
 
 def attribution_json(result: Attribution) -> dict[str, Any]:
-    """Return the attribution as JSON-ready values: all numbers, codes and sentences."""
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
         "facts": [asdict(each) | {"sentence": evidence_sentence(each)} for each in result.facts],
@@ -287,7 +260,6 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
-    """Return a suspect as JSON-ready values, with a sentence for each piece of evidence."""
     return asdict(suspect) | {
         "broken": suspect.broken,
         "since": suspect.since,
@@ -296,7 +268,6 @@ def _suspect_json(suspect: Suspect) -> dict[str, Any]:
 
 
 def _changes(result: Attribution) -> str:
-    """Return the changes around the drop, one per line, then its consequences on one line."""
     own = [change for change in result.changes if not change.follows]
     lines = ["Changes around the drop, largest first:"]
     lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]

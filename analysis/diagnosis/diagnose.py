@@ -48,8 +48,7 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Query that returns each sequence's group and number of tokens, and its sums of squared differences from pass b, for
-pass a and for replay c."""
+"""Per sequence: number of tokens, squared differences of pass a and of replay c from pass b, and group."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
@@ -57,7 +56,7 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Return the effect of replacing pass a with each replay, in descending order of the removed share."""
+    """Compare pass b with each replay in place of pass a; the one that removes most comes first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -70,9 +69,13 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
         if num and gap:
             gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
             interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
-            arm = name.removeprefix(REPLAY_PREFIX)
-            effect = _effect(arm, pair, name in own_engines, int(num), gap / num, left / num, interval)
-            found.append(replace(effect, changes=_changes(name, contracts)))
+            low, high = ends(interval) or (None, None)
+            found.append(ReplayEffect(
+                arm=name.removeprefix(REPLAY_PREFIX), pair=pair, num_tokens=int(num), gap_rms=(gap / num) ** 0.5,
+                left_rms=(left / num) ** 0.5, removed=1 - (left / num) / (gap / num), low=low, high=high,
+                no_interval=str(interval) if isinstance(interval, NoInterval) else None,
+                is_own_engine=name in own_engines, changes=_changes(name, contracts),
+            ))  # fmt: skip
     return tuple(sorted(found, key=lambda each: -each.removed))
 
 
@@ -90,7 +93,7 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Return the names of the replays that only switched to the engine of `engine_pass`."""
+    """Return the replays that only switched to the engine of `engine_pass`."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -102,26 +105,15 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """Return the 95% interval, over groups, of the removed share 1 - left / gap, from sums per sequence. Its upper end is at
-    most 1."""
+    """Return the 95% interval, over groups, of the removed share 1 - left / gap; its upper end is at most 1."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]
     return found if isinstance(found, NoInterval) else (found[0], min(found[1], 1.0))
 
 
-def _effect(
-    arm: str, pair: Pair, is_own_engine: bool, num: int, gap: float, left: float, interval: Interval | NoInterval
-) -> ReplayEffect:
-    low, high = ends(interval) or (None, None)
-    return ReplayEffect(
-        arm=arm, pair=pair, is_own_engine=is_own_engine, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=1 - left / gap, low=low, high=high,
-        no_interval=str(interval) if isinstance(interval, NoInterval) else None,
-    )  # fmt: skip
-
-
 JUDGED = "k3"
-"""Name of the series whose jumps are reported."""
+"""Series whose jumps are reported."""
 
 
 def diagnose(
@@ -132,13 +124,12 @@ def diagnose(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
-    normal.
+    """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
+    Combines `attribute` (collapse and most probable cause, relative to the baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to part of the run; other
-    steps are still used as evidence, as in `attribute`.
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to part of the run;
+    other steps still count as evidence, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -152,16 +143,12 @@ def diagnose(
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
-    attribution = explain(
-        database,
-        names,
-        control=None if control is None else open_database(control, steps),
-        checked=checked,
-        progress=progress,
-    )
+    opened_control = None if control is None else open_database(control, steps)
+    attribution = explain(database, names, control=opened_control, checked=checked, progress=progress)
     with database.telling(progress):
         jumps = _jumps(database, names)
-        located = _located(database)
+        found = newest(database)
+    located = None if found is None else replace(found.location, operators=())
     return Diagnosis(
         checked=checked,
         attribution=attribution,
@@ -186,8 +173,10 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch that are too abrupt for training alone, largest first. `follows` names the setting or
-    contract field that changed with the jump, if any."""
+    """Return the jumps of the mismatch that are too abrupt for training alone, largest first.
+
+    `follows` names a setting or contract that changed at the jump.
+    """
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -209,11 +198,10 @@ def _coarsest(dtypes: Iterable[str | None]) -> str | None:
 
 
 _ORDER = ("float32", "float16", "bfloat16", "float8")
-"""dtypes from the finest to the coarsest."""
+"""From finest to coarsest."""
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
-    """Return the published figures for the trace's metrics, those with the same coarser dtype first."""
     found = [
         FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
@@ -225,15 +213,14 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the run's rms of d, `own`, with published values from healthy runs with the same coarser dtype.
+    """Compare the rms of d with published values from healthy runs with the same coarser dtype.
 
     `verdict` is the code of the check's first finding.
     """
-    healthy = [
-        each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
-    ]
-    if verdict == "equal" or own == 0.0 or not healthy:
-        is_equal = verdict == "equal" or own == 0.0
+    comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
+    healthy = [figure for figure in comparable if not figure.is_fault]
+    is_equal = verdict == "equal" or own == 0.0
+    if is_equal or not healthy:
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
@@ -241,7 +228,7 @@ def size_comparison(
 
 
 def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
-    """Return a query for the sequences of the first step with a non-finite reward, gradient norm or loss."""
+    """Return a query for the first step with a reward, gradient norm or loss that is not finite."""
     if not attribution.not_finite:
         return ()
     query = (
@@ -254,8 +241,7 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return the commands that find the side and the part of the model that cause the mismatch, unless replays and `locate`
-    have already answered this."""
+    """Return commands that narrow down the cause of the mismatch, unless replays and `locate` already have."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
@@ -270,7 +256,7 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Return a `locate` command against the replay that removes the largest share of the mismatch; empty if none does."""
+    """Return a `locate` command for the replay that removes the most, if any removes a part."""
     if not data.has_weights:
         return ()
     for replay in replays:
@@ -280,11 +266,6 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
         if arm.is_heard and not (arm.engine == "vllm" and has_experts(data.model.get("config") or {})):
             return (commands.locate(data, replay.changes),)
     return ()
-
-
-def _located(database: Database) -> Location | None:
-    found = newest(database)
-    return None if found is None else replace(found.location, operators=())
 
 
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")

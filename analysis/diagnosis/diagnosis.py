@@ -1,4 +1,4 @@
-"""Result of a diagnosis, as codes and numbers; text.py has the sentences."""
+"""The result of `diagnose`, as codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""Share of the mismatch that a replay must remove to identify the cause."""
+"""A replay that removes more than this share of the mismatch identifies its cause."""
 ADDS_LITTLE = 0.1
-"""Share of the mismatch that a replay must remove or add to count as having an effect."""
+"""A replay that removes or adds no more than this share has no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """dtypes of pass a and pass b, declared by contracts and inferred from logprobs; None if unknown."""
+    """dtypes of pass a and pass b; None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
-    """dtypes declared by the contracts."""
+    """From the contracts."""
     logits: tuple[str | None, str | None]
-    """dtypes to which the logits were rounded; see check.pair_data."""
+    """What the logits were rounded to, judging by the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
-    """dtypes to which the recorded logprobs were rounded."""
+    """What the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureComparison:
-    """A published figure, and the trace's value under the same definition."""
+    """A published figure beside the trace's value under the same definition."""
 
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if the published figure has the same coarser dtype as the trace."""
+    """True if both have the same coarser dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
-    """Size of the mismatch relative to published values of healthy runs."""
+    """The size of the mismatch beside published values of healthy runs."""
 
     code: Literal["equal", "unpublished", "below", "within", "above"]
     """`equal`: no mismatch; `unpublished`: no published value for this dtype; otherwise `own` relative to the range."""
     own: float
     """Root mean square of d, nats."""
     coarser: str | None
-    """The coarser of the dtypes of pass a and pass b, which determines the size of the mismatch; None if unknown."""
+    """The coarser dtype of the two passes, which determines the size of the mismatch; None if unknown."""
     is_inferred: bool = False
     """True if no contract declares the dtype."""
     low: float | None = None
-    """Lower end of the published range, nats; `high` is the upper end. Both are None for `equal` and `unpublished`."""
+    """Published range from `low` to `high`, nats; None for `equal` and `unpublished`."""
     high: float | None = None
 
 
@@ -71,23 +71,22 @@ class ReplayEffect:
     gap_rms: float
     """Root mean square of d between pass a and pass b over the replayed tokens, nats."""
     left_rms: float
-    """Root mean square of d between the replay and pass b over the same tokens, nats."""
+    """The same between the replay and pass b."""
     removed: float
-    """Share of the mean squared d removed by the replay; negative if the replay increases the mean squared d."""
+    """Share of the mean squared d that the replay removes; negative if it adds to it."""
     low: float | None
-    """Lower end of the 95% interval of `removed`, over groups; `high` is the upper end. Both are None without one."""
+    """95% interval of `removed` over groups, from `low` to `high`; None without one."""
     high: float | None
     no_interval: str | None
-    """Reason why there is no interval; None if there is one."""
+    """Why there is no interval; None if there is one."""
     is_own_engine: bool = False
-    """True if the replay only switched to the engine that computed pass b."""
+    """True if the replay only switched to the engine of pass b."""
     changes: str | None = None
     """Options of the replay, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
-        """Effect of the replay: it removes the mismatch (`settles`), reproduces pass b (`repeats`), removes part of the
-        mismatch (`part`), has no effect (`nothing`), or increases the mismatch (`adds`)."""
+        """`settles` (removes the mismatch), `repeats` (reproduces pass b), `part`, `nothing` or `adds`."""
         if self.removed > SETTLES:
             return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
@@ -97,18 +96,18 @@ class ReplayEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenSide:
-    """What must be fixed, according to `check` and `attribute` together."""
+    """What to fix, according to `check` and `attribute` together."""
 
     side: str
     """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
     since: int | None
     """First broken step; None if no command finds a start within the run."""
     by: tuple[str, ...]
-    """The commands that found the fault: `check`, `attribute` or both."""
+    """The commands that found it: `check`, `attribute` or both."""
     other: str | None = None
-    """Side that the other command blames; None if both agree, or only one blames a side."""
+    """What the other command blames instead, if anything."""
     is_stronger: bool = False
-    """True if both commands explain the same mismatch, with stronger evidence for `side` than for `other`."""
+    """True if both explain the same mismatch, with stronger evidence for `side` than for `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +118,11 @@ class Diagnosis(Result):
 
     checked: CheckResult
     attribution: Attribution
-    """Whether the run collapsed, the onset of the collapse, and its probable cause."""
     jumps: tuple[RecordedChange, ...]
     """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """Metrics of the trace, by the names that `stats` and the frameworks use."""
+    """Metrics of the trace, named as in `stats` and the frameworks."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
@@ -132,22 +130,20 @@ class Diagnosis(Result):
     next: tuple[Advice, ...]
     """Commands that answer the questions still open."""
     located: Location | None = None
-    """Newest `locate` result stored in the trace, without operators; None if there is none."""
+    """Newest `locate` result stored in the trace, without operators."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:
-        """Replay that removes nearly all of the mismatch; None if none does."""
         return next((replay for replay in self.replays if replay.code == "settles"), None)
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump of the mismatch that no recorded setting explains; None if there is none, or the comparison is not
-        valid."""
+        """Largest jump of the mismatch that no recorded setting explains; None if the comparison is not valid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property
     def broken(self) -> BrokenSide | None:
-        """What must be fixed, and since which step; None if nothing is broken."""
+        """What to fix, and since which step; None if nothing is broken."""
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
         seen, caused = checked.broken, suspect.broken if suspect else None
         faults = data_faults(checked)
@@ -174,7 +170,7 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Codes of data findings that compare logprobs and may therefore be due to a fault in the comparison."""
+"""Data findings that compare logprobs, and so may come from a fault in the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:

@@ -8,22 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
-    """A published value, or a range of published values."""
-
     metric: str
-    """Name of the `stats` column with the same definition, computed over tokens with d in nats."""
+    """The `stats` column with the same definition, over tokens with d in nats."""
     low: float
     high: float
     dtypes: tuple[str, str]
-    """dtypes of trainer and engine; empty if not stated."""
+    """Of trainer and engine."""
     engines: str
     model: str
     setting: str
     source: str
     is_mixture: bool = False
-    """True if the model is a mixture of experts."""
+    """True for a mixture of experts."""
     is_fault: bool = False
-    """True if the value was measured in a run with a fault."""
+    """True if measured in a run with a fault."""
 
 
 def _published(
@@ -37,7 +35,7 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric of a measurement; `dtypes` is a single name if both sides used the same dtype."""
+    """Yield one figure per metric; a single dtype stands for both sides."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)
@@ -97,4 +95,3 @@ FIGURES = (
     *_published(_BF16, "verl, vLLM", "14B dense", "A100 with cascade attention: a fault",
                 "richardli.xyz/rl-collapse 3.5", {"k3": (0.01, 1.0)}, is_fault=True),
 )  # fmt: skip
-"""Published values for the mismatch, in healthy runs and in runs with a known fault."""

@@ -26,7 +26,7 @@ from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_f
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
-    """Render a diagnosis: the headline, then one answer per question: `valid`, `why`, `normal` and `next`.
+    """Render the headline, then one answer per question.
 
     `verbose` adds tables: the check's evidence, dtypes, published figures, alerts and replays.
     """
@@ -43,7 +43,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return the headline for a run; `checked` is None if the run does not have two passes to compare."""
+    """Return the headline of a run; `checked` is None without two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -64,11 +64,10 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
             valid += f", but {wrong[0]}"
         return f"{calm}{jump}; {valid}."
-    lead = next(
-        (change for change in attribution.changes if not change.follows and change.series != fall.onset_of), None
-    )
     named = _named(attribution)
-    lead = next((change for change in attribution.changes if change.series in named), lead)
+    causes = [change for change in attribution.changes if change.series in named]
+    causes += [change for change in attribution.changes if not change.follows and change.series != fall.onset_of]
+    lead = causes[0] if causes else None
     down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
     if lead is not None:
@@ -82,7 +81,6 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 
 
 def _data_faults(checked: CheckResult | None) -> list[str]:
-    """Return the names of the faults in the run's data, each with its first step."""
     return [
         each.title if each.since is None else f"{each.title}, starting at step {each.since}"
         for each in (() if checked is None else data_faults(checked))
@@ -90,7 +88,7 @@ def _data_faults(checked: CheckResult | None) -> list[str]:
 
 
 def _named(attribution: Attribution) -> set[str]:
-    """Return the names of the series in the evidence for the most probable cause."""
+    """Return the series that the evidence for the most probable cause names."""
     if not attribution.suspects:
         return set()
     first = attribution.suspects[0]
@@ -108,14 +106,12 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Return a suspected cause as named in the headline. The detail of a mismatch that grows at a step is omitted, because
-    the headline already states the step."""
+    """Leave out the kind of a mismatch that grows at a step, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
-    """Return one or two lines per question."""
     finding, attribution = found.checked.findings[0], found.attribution
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
@@ -147,7 +143,6 @@ def _answers(found: Diagnosis, width: int | None) -> str:
 
 
 def _labelled(name: str, text: str, width: int | None) -> str:
-    """Return a label followed by the wrapped text, indented past the label."""
     return f"{name:<8}{wrapped(text, ' ' * 8, width).strip()}"
 
 
@@ -166,7 +161,6 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 
 
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as JSON: codes, all numbers, and the sentences rendered from them."""
     result = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     if found.located is not None:
         result["located"]["sentence"] = location_sentence(found.located)
@@ -187,7 +181,6 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def numerics_text(numerics: Numerics) -> str:
-    """Describe the precision in which each pass was computed."""
     parts = []
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
@@ -201,7 +194,7 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def alerts_text(found: Diagnosis, most: int | None = None) -> str:
-    """List up to `most` of the alerts that fired, with a note if they disagree with the verdict of the check."""
+    """List up to `most` of the alerts that fired, and say if they disagree with the check."""
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
@@ -214,7 +207,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """Return a sentence that states whether the size of the mismatch is normal; after an unexplained jump it is not."""
+    """State whether the size of the mismatch is normal; after an unexplained jump it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
@@ -222,24 +215,21 @@ def normal_text(found: Diagnosis) -> str:
 
 
 def broken_text(found: Diagnosis) -> str:
-    """State what must be fixed, since which step, and which command found it; empty if nothing is broken."""
+    """State what to fix, since when, and which command found it; empty if nothing is broken."""
     if (broken := found.broken) is None:
         return ""
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
-    other = ""
-    if broken.other is not None:
-        other = (
-            f", not {broken.other}, for which the evidence is weaker"
-            if broken.is_stronger
-            else f"; {broken.other} too, but it did not cause the drop"
-        )
+    other = "" if broken.other is None else f"; {broken.other} too, but it did not cause the drop"
+    if broken.is_stronger:
+        other = f", not {broken.other}, for which the evidence is weaker"
     return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Return a sentence that states whether the size of the mismatch is normal; if the comparison is not valid, only its size.
+    """State whether the size of the mismatch is normal; in an invalid comparison, only its size.
 
-    `explanation`: the finding of the check in a valid comparison."""
+    `explanation`: the finding of the check in a valid comparison.
+    """
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."
@@ -248,22 +238,20 @@ def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "round
     return f"{sentence}: {f'the check explains it ({explanation})' if size.code == 'above' else 'normal'}."
 
 
+_NO_DTYPE = "dtype not recorded, so there is no reference value"
+
+
 def _size_sentence(size: SizeComparison) -> str:
     if size.code == "equal":
         return "No mismatch"
     if size.code == "unpublished":
-        lacking = (
-            f"no published value for {size.coarser}"
-            if size.coarser
-            else "dtype not recorded, so there is no reference value"
-        )
-        return f"The mismatch is {size.own:.3g} nats rms; {lacking}"
+        missing = f"no published value for {size.coarser}" if size.coarser else _NO_DTYPE
+        return f"The mismatch is {size.own:.3g} nats rms; {missing}"
     dtype = f"{size.coarser}, inferred from the logprobs" if size.is_inferred else size.coarser
     return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
 
 
 def effect_text(effect: ReplayEffect) -> str:
-    """Describe how a replay changes the mismatch."""
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",

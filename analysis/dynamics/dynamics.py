@@ -46,8 +46,8 @@ def dynamics(
 
     Changes have 95% intervals; if the intervals of two changes overlap, their order is undecided. The result also has
     the growth rate of k3, and the questions that the trace cannot answer. A collapse is reported at the onset that
-    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; the other steps are still
-    used to find changes, as in `attribute`.
+    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; the other steps still help to
+    find changes, as in `attribute`.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -80,7 +80,7 @@ def dynamics(
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    """Return the changes whose intervals overlap the range of the selected steps."""
+    """Keep the changes whose intervals overlap the selected steps."""
     return {
         name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
         for name, changes in changes_of.items()
@@ -104,7 +104,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Series without which some questions cannot be answered."""
+"""Without these series, some questions cannot be answered."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -121,7 +121,7 @@ def summarise(
     changes: Mapping[str, Sequence[ChangePoint]], onsets: Sequence[FirstChange], fall: Fall | None,
     growth: Sequence[Growth], num_steps: int, later: Fall | None = None,
 ) -> Iterator[Statement]:  # fmt: skip
-    """Yield the summary: first change, collapse, planned changes, and growth of k3 in the last third."""
+    """Yield the first change, the collapse, planned changes, and the growth of k3 in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
@@ -149,32 +149,32 @@ def _first(onsets: Sequence[FirstChange], num_steps: int) -> Statement:
 
 
 FEWEST_FOR_GROWTH = 8
-"""Minimum number of steps for fitting a line."""
+"""Steps needed to fit a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Growth rate of k3: a line fitted to ln k3 over the steps."""
+    """A line fitted to ln k3 over the steps."""
 
     part: str
-    """Part of the run to which the line is fitted: `run` or `last third`."""
+    """`run` or `last third`."""
     num_steps: int
     slope: float
-    """Slope of ln k3, per step."""
+    """Per step."""
     low: float
     high: float
-    """Upper end of the 95% interval of the slope, which starts at `low`. It accounts for autocorrelation
+    """End of the 95% interval of the slope, which starts at `low` and accounts for autocorrelation
     (docs/evidence/intervals.md)."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps k3 takes to double (to halve, if negative); None if the slope's confidence interval contains 0."""
+    """Steps until k3 doubles (halves, if negative); None if the interval of the slope contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Return the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
+    """Fit the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is fitted across a jump: if there is one, only steps of the last third after the last jump are fitted.
+    No line is fitted across a jump: after one, only the steps of the last third since the last jump are fitted.
     """
     if k3 is None:
         return ()
@@ -204,14 +204,12 @@ def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesSummary:
-    """Summary of one series: start, end and changes."""
-
     name: str
     kind: str
     scale: str
     source: str
     num_steps: int
-    """Number of steps with a value."""
+    """Steps with a value."""
     first: float
     """Median over the first tenth of the steps, but over at least five."""
     last: float
@@ -219,13 +217,13 @@ class SeriesSummary:
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
-    """Steps at which the value is NaN or infinite."""
+    """Steps with a NaN or infinite value."""
     changes: tuple[ChangePoint, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamics(Result):
-    """Changes of a run's series, and their order."""
+    """When the series of a run changed, and in which order."""
 
     _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
@@ -236,15 +234,14 @@ class Dynamics(Result):
     last_step: int
     num_steps: int
     summary_codes: tuple[Statement, ...]
-    """Summary of the run, as codes in text.SUMMARY."""
+    """Codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome that `attribute` finds; None if there is no collapse or if it begins after
-    `steps`."""
+    """The collapse that `attribute` finds; None if it begins after `steps`."""
     later: Fall | None = None
-    """Collapse that begins after `steps`; None if there is no such collapse."""
+    """A collapse that begins after `steps`."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""
     growth: tuple[Growth, ...]
     unanswered_codes: tuple[Statement, ...]
-    """Questions that the trace cannot answer, as codes in text.UNANSWERED."""
+    """What the trace cannot answer, as codes in text.UNANSWERED."""

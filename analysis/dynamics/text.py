@@ -26,7 +26,6 @@ SUMMARY: Mapping[str, str] = {
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
-"""Sentence templates, by code of the summary statement."""
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
@@ -43,7 +42,6 @@ UNANSWERED: Mapping[str, str] = {
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
     "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
-"""Sentence templates, by code of a question that the trace cannot answer."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
@@ -51,12 +49,12 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return sentences on the questions that the trace cannot answer, and on the data to record for them."""
+    """State what the trace cannot answer, and what to record for it."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Return the values for a sentence template, including values that are not stored with the code."""
+    """Fill in what the sentence needs besides the values stored with its code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":
@@ -82,7 +80,6 @@ def onset_text(onset: FirstChange) -> str:
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
-    """Render the answer, the onsets, the series, the growth of k3, and the unanswered questions."""
     found = shown(found)
     head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]
@@ -98,7 +95,6 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
 
 
 def dynamics_json(found: Dynamics) -> dict[str, Any]:
-    """Return the dynamics of a run as JSON: codes, all numbers, and the sentences rendered from them."""
     summary = summary_sentences(found)
     return asdict(found) | {"says": summary, "summary": summary, "unanswered": unanswered_sentences(found)}
 
@@ -121,7 +117,6 @@ def _onsets(found: Dynamics) -> Rows:
 
 
 def dynamics_rows(found: Dynamics) -> Rows:
-    """Return one row per series: its values and changes."""
     rows = [
         (
             each.name, each.num_steps, each.first, each.last, each.smallest, each.largest,

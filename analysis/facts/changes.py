@@ -1,6 +1,4 @@
-"""The timeline of a run as every command reports it: the changes of each series, which changed first, and the drop of
-the outcome.
-"""
+"""The timeline of a run as every command reports it: changes, which came first, and the drop in the outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ MOST = 1000
 """Maximum number of values searched for changes; longer series are averaged over neighbouring steps."""
 
 FEWEST = 12
-"""Minimum number of values for searching a series for changes."""
+"""Shorter series are not searched for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +34,17 @@ class ChangePoint:
     """A step at which the level or the slope of a series changed."""
 
     step: int
-    """First step after the change; for the drop in an outcome, its onset as reported by attribute."""
+    """First step after the change; for the drop in an outcome, the onset that `attribute` reports."""
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`. If steps are missing between two values, the
-    interval starts right after the earlier value.
-    """
+    """Last step of the 95% confidence interval, which starts at `low`. If steps are missing between two values, it
+    starts right after the earlier value."""
     before: float
     """Fitted value just before the change, in the unit of the series."""
     after: float
-    """Fitted value just before the next change, or at the end of the run, in the unit of the series."""
+    """Fitted value just before the next change, or at the end of the run."""
     size_in_sd: float
-    """after - before, on the scale of the series, in standard deviations of its scatter."""
+    """after - before on the scale of the series, in standard deviations of its scatter."""
     p: float
     """Upper bound on the probability that scatter alone causes so large a change anywhere in the series."""
     kind: str = SHIFT
@@ -55,12 +52,11 @@ class ChangePoint:
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Return the changes of a series in order, found on the scale of the series.
+    """Find the changes of a series, in order, on the scale of the series.
 
-    An exact least-cost segmentation cuts the series into straight segments, so a constant trend is not a change. Costs
-    are in units of the long-run variance, which accounts for autocorrelation. Single outliers are ignored. Each cut is
-    then located more precisely, as a jump or as a change of slope. Steps without a value are skipped. With fewer than
-    12 values the result is empty.
+    An exact least-cost segmentation cuts the series into straight segments, so a steady trend is not a change. Costs
+    are in units of the long-run variance, which accounts for autocorrelation; single outliers are ignored. Each cut is
+    then located more precisely, as a jump or as a change of slope. Empty with fewer than 12 values.
     """
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
@@ -83,7 +79,6 @@ def change_points(series: Series) -> list[ChangePoint]:
 
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
-    """Locate each change between its two neighbours."""
     margin, ends = shortest(len(values)), [0, *places, len(values)]
     changes = []
     for index in range(1, len(ends) - 1):
@@ -112,7 +107,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Return a fitted value limited to the recorded range, so that a segment of zeros gives exactly 0."""
+    """Clip to the recorded range, so that a segment of zeros gives exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -125,7 +120,7 @@ def _unscaled(value: float, scale: str) -> float:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first step, last step and mean value of each bin of neighbouring steps."""
+    """Average bins of neighbouring steps; return the first step, last step and mean of each."""
     width = -(-len(steps) // MOST)
     starts = np.arange(0, len(steps), width)
     counts = np.diff([*starts, len(steps)])
@@ -133,28 +128,26 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Minimum size of a first change, in standard deviations of the scatter of the series."""
+"""Size of a first change, in standard deviations of the scatter, below which it does not count."""
 
 PLANNED = ("learning_rate",)
-"""Series that the user sets rather than observes; they are left out of the order of first changes."""
+"""Set by the user rather than observed, so left out of the order of first changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstChange:
-    """The first change of one series."""
-
     name: str
     kind: str
     """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Other series whose intervals overlap this one's, so it is unclear which changed first."""
+    """Series whose intervals overlap this one's, so it is unclear which changed first."""
     may_be_first: bool
-    """False if another series is certain to have changed earlier."""
+    """False if another series certainly changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Return each series' first change of at least LEAST_SD, in order; series without one are left out."""
+    """Return the first change of each series that is at least LEAST_SD, earliest first."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -183,27 +176,27 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Minimum number of values for searching an outcome for a drop."""
+"""Outcomes with fewer values are not searched for a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes recorded in a run, and the drop in the outcome that is judged."""
+    """The outcomes of a run, and the drop in the one that counts."""
 
     all: tuple[Outcome, ...]
     """Evaluations first, then the reward."""
     fall: Fall | None
-    """The drop in the judged outcome, or None; its onset may come from the reward."""
+    """The drop in the judged outcome; its onset may come from the reward."""
 
     @property
     def judged(self) -> Outcome | None:
-        """The first evaluation if one was logged, else the reward; None if neither was recorded."""
+        """The first evaluation or, without one, the reward."""
         return self.all[0] if self.all else None
 
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run. The drop in an outcome is dated to its onset."""
+    """Find the changes of every series. A drop in an outcome is dated to its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -216,7 +209,7 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Return the changes, with the decrease nearest to the drop moved to the onset of the drop, so that the two agree."""
+    """Move the decrease nearest to the drop to the onset of the drop, so that the two agree."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -233,7 +226,6 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
 
 @cached
 def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
-    """Read the outcomes of the open run, and the drop in the judged outcome."""
     outcomes = _outcomes(database, read_series(database, pair=pair))
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
@@ -244,10 +236,10 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps that may be used to answer a question about the selected steps, and any drop that begins later.
+    """Return the steps that may answer a question about the selected steps, and any drop that begins later.
 
-    These steps are the whole run if its drop begins by the last selected step, else the run up to that step. A drop
-    thus counts even if the run recovers later. The selected steps alone would not show the earlier level.
+    They are the whole run if its drop begins by the last selected step, even if the run recovers later; else the run up
+    to that step. The selected steps alone would not show the earlier level.
     """
     if not database.kept_steps:
         return database, None
@@ -288,21 +280,22 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Return the drop in the evaluation, with the reward's onset if that is narrower; else the drop in the reward.
+    """Prefer the drop in the evaluation, with the reward's onset if that is narrower.
 
-    If only the reward drops, the sampled responses got worse but the policy did not."""
+    If only the reward drops, the sampled responses got worse but the policy did not.
+    """
     if fall is not None:
         return refined(fall, of_reward)
     return of_reward
 
 
 _BASE = 15
-"""Number of earlier steps with which a step is compared."""
+"""Earlier steps that a step is compared with."""
 _FEWEST = 4
 _NEXT = 3
-"""Number of steps checked after a change; at least two of them must be at the new level."""
+"""Steps checked after a change; at least two of them must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
-"""Minimum scatter assumed for each series compared on a log scale, as a natural logarithm."""
+"""Series compared on a log scale, with the minimum scatter assumed for each (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
 """Series that change only if the policy changes."""
 
@@ -319,7 +312,8 @@ class Quantity:
     def off(self, place: int) -> np.ndarray:
         """Return how far a value and the next three are from the earlier level, in standard deviations.
 
-        Empty if there are too few earlier steps."""
+        Empty with too few earlier steps.
+        """
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -327,7 +321,7 @@ class Quantity:
         return np.asarray((self.values[place : place + 1 + _NEXT] - np.median(base)) / scatter)
 
     def moves(self, place: int) -> float:
-        """Return the size of a lasting change at an index, in standard deviations; 0 if the change does not last."""
+        """Return the size of a change in standard deviations; 0 if it does not last."""
         off = self.off(place)
         if not len(off) or abs(off[0]) < t.MOVES_SD:
             return 0.0
@@ -337,18 +331,17 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Quantities measured around the drop of a run, and the steps at which they leave their earlier level."""
+    """Quantities around the drop, and the steps at which they leave their earlier level."""
 
     columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`; `sampled` and `trained`: mean logprob of the responses
-    under the engine and the trainer; `relation`: correlation between likelihood and reward within groups."""
+    under engine and trainer; `relation`: correlation of likelihood and reward within groups."""
     first: int
-    """First step at which a change could have caused the drop."""
     last: int
-    """Last step at which a change could have caused the drop."""
+    """`first` to `last`: steps at which a change could have caused the drop."""
 
     def size(self, name: str, step: int) -> float:
-        """Return the size of a quantity's change at a step, in standard deviations; 0 if it does not change."""
+        """Return how much a quantity changes at a step, in standard deviations; 0 without a lasting change."""
         column = self.columns.get(name)
         place = -1 if column is None else int(np.searchsorted(column.steps, step))
         if column is None or place >= len(column.steps) or column.steps[place] != step:
@@ -364,11 +357,11 @@ class Moves:
         return next((int(step) for step in near if self.size(name, int(step))), None)
 
     def moves_at(self, step: int, *names: str) -> bool:
-        """Return True if any of the named quantities changes at a step or a few steps before it."""
+        """True if any of these quantities changes at a step or a few steps before it."""
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step, at the drop or before it, at which a correlation is lost for good, or None."""
+        """Return the first step, up to the drop, at which a correlation is lost for good, or None."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -389,7 +382,7 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 
 
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
-    """Read the quantities to check for changes, and the range of steps in which a change could have caused the drop."""
+    """Collect the quantities around a drop, and the steps at which a change could have caused it."""
     found = {
         "sampled": (*rollouts.by_step(rollouts.sampled), 0.005),
         "trained": (*rollouts.by_step(rollouts.likelihood), 0.005),

@@ -20,11 +20,11 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
-"""Maximum number of sequences whose prompts are read; they are spread over the run."""
+"""At most this many prompts are read, spread over the run."""
 _MOST_SWITCHES = 5
-"""Maximum number of changes for a logged number to count as a setting rather than a measurement."""
+"""A logged number that changes more often is a measurement, not a setting."""
 _HELD = 4
-"""Minimum number of consecutive identical values for a logged number to count as constant."""
+"""A logged number is constant after this many identical values in a row."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -44,7 +44,7 @@ GROUP BY ALL ORDER BY step, token
 """
 """Tokens with their positions, counted from the start and from the end of the prompt."""
 _MOST_PLACES = 12
-"""Number of tokens at either end of a prompt whose positions are compared."""
+"""Tokens compared at either end of a prompt."""
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
@@ -75,7 +75,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Advantages by step, rounded so that constant values are identical regardless of the order of summation."""
+"""Rounded so that constant values are identical whatever the order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -103,7 +103,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
     """Read the inputs of the open run by step, and every metric that belongs to no other series.
 
     Series of kind `setting` are constant for many steps: hyperparameters recorded again during the run, and logged
-    numbers that change at few steps. A step without a new value keeps the last one.
+    numbers that rarely change. A step without a new value keeps the last one.
     """
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
@@ -115,7 +115,6 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
 
 Column = tuple[np.ndarray, np.ndarray]
-"""The steps, and the value at each step."""
 
 
 def _of_sequences(database: Database) -> dict[str, Column]:
@@ -133,9 +132,10 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _places(database: Database) -> dict[str, Column]:
-    """Return how the tokens near the ends of each step's prompts differ from those of the first part of the run.
+    """Compare the tokens near the ends of each step's prompts with those of the first part of the run.
 
-    Steps of that part, a tenth or a quarter of the run, are NaN. Empty if the table of counts would be too large."""
+    Steps of that part, a tenth or a quarter of the run, are NaN. Empty if the table of counts would be too large.
+    """
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     rows = database.connection.execute(_PLACES.format(every=every, most=_MOST_PLACES)).fetchnumpy()
@@ -166,7 +166,6 @@ def _of_reference(database: Database) -> dict[str, Column]:
 
 
 def _of_metrics(database: Database) -> Iterator[Series]:
-    """Yield every logged number that belongs to no other series."""
     rows = database.connection.execute(_METRICS).fetchnumpy()
     names = np.asarray(rows["name"]).astype(str)
     steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
@@ -192,16 +191,17 @@ def _of_metrics(database: Database) -> Iterator[Series]:
 
 
 def is_held(values: np.ndarray) -> bool:
-    """Return True if a number changes at few steps, as a setting does."""
+    """True if a number changes as rarely as a setting."""
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])
     return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each run of identical values.
+    """Return the first and last index of each stretch of identical values.
 
-    If the number changes often, only runs of at least four values and a tenth of all values are returned."""
+    If the number changes often, a stretch needs at least four values and a tenth of all values.
+    """
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -209,13 +209,13 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """Return True if a setting is constant at first and changes later, as a ramp or a runaway controller does."""
+    """True if a setting is constant at first and changes later, as a ramp or a runaway controller does."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
 def is_learning_rate(name: str) -> bool:
-    """Return True if a setting is a learning rate, which schedules change at every step."""
+    """Tell learning rates from other settings: schedules change them at every step."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
 

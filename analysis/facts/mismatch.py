@@ -38,11 +38,9 @@ GROUP BY step ORDER BY step
 
 @dataclass(frozen=True, slots=True)
 class StepMismatch:
-    """The mismatch between two passes over the same tokens, by step."""
-
     columns: list[Series]
     estimate: Series | None
-    """-mean logprob of pass a, which estimates the entropy in nats; None if the values come from stored sums."""
+    """-mean logprob of pass a, which estimates the entropy in nats; None if read from stored sums."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
@@ -52,10 +50,6 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
     else:
         rows = _of_tokens(database, pair, run, has)
-    return _gap(rows, pair)
-
-
-def _gap(rows: dict[str, np.ndarray], pair: Pair) -> StepMismatch:
     n = rows.pop("n")
     with np.errstate(divide="ignore", invalid="ignore"):
         for name, total in (("k3", "total_k3"), ("mean_d", "d"), ("mean_abs_d", "abs_d")):
@@ -78,30 +72,25 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    """Sums over the tokens of each of N sequences, and |d| of every token."""
+    """Sums for each of N sequences, and |d| of every token."""
 
     step_N: np.ndarray
     sums: dict[str, Array]
-    """[N] sums by name: those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
+    """Those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
     size_T: Array
     num_read: int
-    """Number of tokens read, including those left out of the sums."""
+    """Tokens read, including those left out of the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
-    """Compute the columns from tokens. Quantiles need every d of a step, so several whole steps are read at a time."""
+    """Quantiles need every d of a step, so several whole steps are read at a time."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
+    passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
     num_tokens = tokens_by_step(database, run)
     parts = []
     with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
         for steps in step_ranges(num_tokens) or [range(0)]:
-            query = token_query(
-                {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])},
-                ["a.step"],
-                run=run,
-                steps=steps,
-                lists=lists,
-            )
+            query = token_query(passes, ["a.step"], run=run, steps=steps, lists=lists)
             batches = []
             for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
                 advance(batch.num_read)
@@ -133,7 +122,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    """Return the columns named in _KEPT, and the entropy estimate, for every step with a token."""
+    """Return the columns of _KEPT and the entropy estimate, for every step with a token."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
@@ -149,12 +138,13 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
+    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
         "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array([_quantile(sizes[int(step)], 0.99) for step in steps]),
+        "p99_abs_d": np.array(p99),
         "estimate": -total(sums["sum_a"]) / n,
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
@@ -164,12 +154,8 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
     return rows
 
 
-def _quantile(parts: list[Array], p: float) -> float:
-    return float(np.quantile(np.concatenate(parts), p, overwrite_input=True))
-
-
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return |d| of each step's tokens, as one array per batch."""
+    """Return |d| of each step's tokens, one array per batch."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
@@ -181,30 +167,28 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
 
 
 def _used_once(database: Database, pair: Pair) -> bool:
-    """Return True if the stored sums cover only the first use of each sequence."""
     query = f"SELECT coalesce(max(greatest(iteration_a, iteration_b)), 0) FROM pair_sums({quoted_pair(pair)})"
     return bool(database.connection.execute(query).fetchall() == [(0,)])
 
 
 _WIDTH = 3
-"""Number of successive steps in a median, so that a single outlier has no effect."""
+"""Steps in a median, so that a single outlier has no effect."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """The mismatch of a run at several stages of training: mean |d|, in nats."""
+    """Mean |d| at several stages of a run, in nats."""
 
     size: float
-    """Mean |d| at the onset of the drop: the median over the tenth of the run before the onset, or the largest median of
-    three successive steps around it, whichever is larger.
-    """
+    """At the onset: the median over the tenth of the run before it or, if larger, the largest median of three steps
+    around it."""
     first: float
-    """Mean |d| at the first step, which is before any update if the run was recorded from its start."""
+    """At the first step, which precedes any update if the run was recorded from its start."""
     settled: float
-    """Median of the steps' mean |d| between a tenth and half of the run."""
+    """Median of the steps between a tenth and half of the run."""
     late: float
-    """Median of the steps' mean |d| over the last quarter of the run."""
+    """Median of the steps in the last quarter of the run."""
 
     @property
     def begins(self) -> str:
@@ -216,22 +200,19 @@ class RunMismatch:
 
     @property
     def grows(self) -> bool:
-        """True if the mismatch keeps growing after its onset."""
         return self.late > t.GROWTH * self.settled
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """Summarise the mismatch of a run and of its drop, if any; None unless both passes were recorded."""
+    """Summarise the mismatch; None unless both passes were recorded."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
     size = float(np.median(values[_before(steps, fall)]))
     if fall is not None:
-        size = max(
-            size,
-            _largest(steps, values, min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)),
-        )
+        first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
+        size = max(size, _largest(steps, values, first, last))
     n = len(values)
     return RunMismatch(
         size=size,
@@ -242,7 +223,7 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """Return the largest median of three successive steps from `first` to `last`, at most the largest value there.
+    """Return the largest median of three steps from `first` to `last`, but at most the largest value there.
 
     It ignores single outliers and a jump after `last`, but not a jump at `last`.
     """
@@ -255,9 +236,7 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return an [n] bool mask that is True in the tenth of the run before a drop (at least three steps); without a
-    drop, in the whole run.
-    """
+    """Mask the tenth of the run before a drop (at least three steps); without a drop, the whole run."""
     if fall is None:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)
@@ -268,45 +247,44 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between two occurrences of a prefix that can show whether the engine kept its weights."""
+"""A prefix must repeat within this many steps to show whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Maximum difference, in nats, between two means of the same float32 logprobs."""
+"""Two means of the same float32 logprobs differ by at most this, in nats."""
 _SAME_LOGPROB = 1e-5
-"""Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
+"""Logprobs of an exact engine and its trainer differ by at most this under the same weights, in nats."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching logprobs at a single step, where chance matches are rare."""
+"""Tolerance at a single step, where chance matches are rare, in nats."""
 _ASIDE = 3.0
-"""Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
+"""To count matches by chance, logprobs are shifted by this many tolerances."""
 _MOST_HELD = 5_000_000
-"""Maximum number of comparisons with earlier logprobs; if there are more, only every k-th prefix is used."""
+"""With more comparisons than this, only every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
-"""Minimum number of prefixes for a comparison with the trainer at one step, or at one fixed distance in steps."""
+"""Prefixes needed to compare with the trainer at one step, or at one distance in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """Logprobs of prefixes that repeat a few steps apart, compared for engine and trainer."""
+    """Prefixes that repeat a few steps apart."""
 
     num_pairs: int
     still: float
-    """Share of the prefixes with bitwise identical engine logprobs at both steps."""
+    """Share with bitwise identical engine logprobs at both steps."""
     of_trainer: float
-    """Share of the prefixes with bitwise identical trainer logprobs at both steps."""
+    """Share with bitwise identical trainer logprobs at both steps."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence, by name."""
         return {"num_openings": self.num_pairs, "still_share": self.still, "trainer_share": self.of_trainer}
 
     @property
     def explains(self) -> bool:
-        """True if the engine kept its weights while the trainer's weights changed."""
+        """True if the engine kept its weights while the trainer's changed."""
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on; None if too few prefixes repeat."""
+    """Compare the logprobs of repeated prefixes from step `first` on; None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -319,28 +297,24 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Prefixes that engine and trainer score differently; their engine logprobs are looked up among earlier trainer
-    logprobs.
-    """
+    """Prefixes that engine and trainer score differently, looked up among the trainer's earlier logprobs."""
 
     num_pairs: int
-    """Number of these prefixes that were also sampled at an earlier step."""
+    """Prefixes that were also sampled at an earlier step."""
     num_equal: int
-    """Number of these prefixes whose engine logprob equals the trainer's logprob at some earlier step."""
+    """Prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Number of matches expected by chance: those found after shifting the logprobs slightly."""
+    """Matches expected by chance: those found after shifting the logprobs slightly."""
     version: int
     """Trainer step that matches best, or how many steps back it is (see `is_distance`); 0 if none has 20 prefixes."""
     is_distance: bool
-    """True if `version` is a number of steps back, False if it is a step."""
     agreement: float
-    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's logprob at that step."""
+    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
     num_agreeing: int
-    """Number of prefixes sampled at `version`."""
+    """Prefixes sampled at `version`."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence, by name."""
         return {
             "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
             "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
@@ -348,18 +322,18 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """True if the engine had the trainer's weights from one earlier step, or from a fixed number of steps back."""
+        """True if the engine had the trainer's weights of one earlier step, or of a fixed number of steps back."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """True if the engine had the trainer's weights from one or several earlier steps."""
+        """True if the engine had the trainer's weights of one or several earlier steps."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's logprobs from earlier steps.
+    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's earlier ones.
 
     Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
     no such prefix was sampled before.
@@ -394,7 +368,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each prefix of a step once, sorted, as [M] arrays: prefix, step, mean engine and mean trainer logprob."""
+    """Return each prefix of a step once, sorted, as [M] arrays: prefix, step, mean engine and trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Read the series of a run from its sequences and from logged metrics, or compute them from both."""
+"""Read the series of a run from its sequences and logged metrics, or compute them."""
 
 from __future__ import annotations
 
@@ -77,12 +77,11 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""The optional score columns that a run recorded, with their passes; they determine the source of each series for all
-steps."""
+"""(score column, pass) of the optional columns that the run recorded; they decide where a series comes from."""
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Return the token entropies and policy versions that have values, by pass."""
+    """Return the passes that recorded token entropies and policy versions."""
     columns = ("entropy", "policy_version")
     return frozenset((column, name) for column in columns for name in passes_with(database, column, run))
 
@@ -95,8 +94,7 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read the token entropy of `train` or `current`; if it is missing, the logged entropy in `metrics`, else an
-    estimate.
+    """Read the token entropy of `train` or `current`, else estimate it; empty if `metrics` has a logged entropy.
 
     The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
     describes the whole run if the database has only some of its steps.
@@ -117,7 +115,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Read the number of updates between sampling and loss, and between passes b and a; `given` is as in read_entropy."""
+    """Read the updates between sampling and loss, and between passes b and a; `given` as in read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
     # If an engine's score has no policy version of its own, the sequence's version applies.
@@ -133,7 +131,7 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 def read_clipping(database: Database, run: str) -> list[Series]:
     """Among tokens with an advantage, read the share that the recorded loss clips, as defined in analysis.objective.
 
-    Empty if the recorded loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
+    Empty if the loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
     """
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
@@ -218,7 +216,7 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
 
 
 def on_steps(steps: np.ndarray, series: Series) -> Series:
-    """Return a series extended to more steps, with NaN at the added ones."""
+    """Extend a series to more steps, with NaN at the added ones."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, series.steps)] = series.values
     return replace(series, steps=steps, values=values)
@@ -243,7 +241,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Names of each series in the logs of frameworks and of the recorder; the first one found in the trace is used."""
+"""Names in the logs of frameworks and of the recorder; the first one found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -251,7 +249,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
-"""Last words of each series' names in custom training loops; used if none of NAMES was logged."""
+"""Last words of names in custom training loops; used if none of NAMES was logged."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -279,12 +277,9 @@ def read_logged(database: Database, run: str) -> list[Series]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return the metric name of each series in this run. If several names have the same last word, the alphabetically
-    first is used.
-    """
-    logged = [
-        name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
-    ]
+    """Return the metric name of each series: of several with the same last word, the alphabetically first."""
+    rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
+    logged = [name for (name,) in rows if not is_evaluation(name)]
     found = {}
     for series, names in NAMES.items():
         ends = LAST_WORDS.get(series, ())
@@ -296,11 +291,9 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
 
 
 def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
-    steps = np.array([step for step, _, _ in rows], np.int64)
-    broken = np.array([count > 0 for _, _, count in rows], bool)
-    return named(
-        series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken], name
-    )
+    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
+    not_finite = steps[num_not_finite > 0]
+    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
 # A fixed order of summation keeps results bitwise reproducible with several threads.
@@ -325,32 +318,23 @@ GROUP BY step ORDER BY step
 """
 
 _MOST = 0.5
-"""Share of NaN or infinite rewards above which a step's reward counts as not finite."""
+"""Share of NaN or infinite rewards above which a step's reward is not finite."""
 
 
 def read_sampled(database: Database, run: str) -> list[Series]:
-    """Read rewards and lengths by step."""
     sequences = by_step(database, _SEQUENCES, {"run": run})
     groups = by_step(database, _GROUPS, {"run": run})
     no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
-    return [
-        *columns_of(
-            sequences,
-            {
-                "reward": "mean reward of the sequences",
-                "length": "mean response length, tokens",
-                "share_length_limited": "share of responses that ended at the token limit",
-            },
-            not_finite={"reward": no_number},
-        ),
-        *columns_of(
-            groups,
-            {
-                "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
-                "share_groups_without_spread": "share of groups with equal rewards",
-            },
-        ),
-    ]
+    of_sequences = {
+        "reward": "mean reward of the sequences",
+        "length": "mean response length, tokens",
+        "share_length_limited": "share of responses that ended at the token limit",
+    }
+    of_groups = {
+        "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
+        "share_groups_without_spread": "share of groups with equal rewards",
+    }
+    return [*columns_of(sequences, of_sequences, {"reward": no_number}), *columns_of(groups, of_groups)]
 
 
 def read_changed(database: Database, run: str) -> list[Series]:

@@ -1,4 +1,4 @@
-"""Collect all recorded changes of a run, with step, old and new value, and size relative to scatter."""
+"""Collect all recorded changes of a run: step, old and new value, and size relative to scatter."""
 
 from __future__ import annotations
 
@@ -50,26 +50,25 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 """Kinds of changes in inputs, which no policy can cause."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds of changes that follow from the policy, and so may be consequences of an earlier change in an input."""
+"""Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
-"""Minimum size, in standard deviations, for a change in an input to count as certain and to have consequences."""
+"""Size, in standard deviations, from which a change in an input is certain and has consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedChange:
-    """One recorded change of a series."""
-
     series: str
     kind: str
-    """`mismatch`, `reward`, `optimizer` and the other kinds of series; `setting`, `prompts`, `sampling`, `advantages`, `reference`, `mask`,
-    `writers`, `contract`; `logged` for other metrics of the trainer."""
+    """`mismatch`, `reward`, `optimizer` and the other kinds of series; `setting`, `prompts`, `sampling`, `advantages`,
+    `reference`, `mask`, `writers`, `contract`; `logged` for other metrics of the trainer."""
     step: int
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`; both equal `step` if the change was deliberate."""
+    """Last step of the 95% confidence interval, which starts at `low`; both equal `step` if the change was
+    deliberate."""
     before: float | str
     after: float | str
     size_in_sd: float | None
@@ -79,15 +78,12 @@ class RecordedChange:
     order: str = ""
     """`before` the drop (disjoint intervals), `with` it, or `after` it; empty without a drop."""
     follows: str = ""
-    """Name of the series whose earlier change caused this one; empty if there is none."""
+    """The series whose earlier change caused this one; may be empty."""
 
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return all changes recorded in the open run, ordered by step.
-
-    Series are searched with `read_changes`, so that all commands report the same step.
-    """
+    """Return all changes of the open run by step; every command reports the steps of `read_changes`."""
     series = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
     found = [
@@ -106,7 +102,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the changes of several runs as rows of the SQL view `changes`; numbers and texts have separate columns."""
+    """Return the SQL view `changes`; numbers and texts have separate columns."""
     rows = [
         {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
         for source in database.sources
@@ -128,7 +124,7 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    """Return the changes within or shortly before the onset interval of a drop, largest first, consequences last."""
+    """Return the changes in or shortly before the onset interval of a drop, largest first, consequences last."""
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
@@ -147,7 +143,7 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return the changes of a setting; a gradual change (ramp, controller) has an interval from its first to last step."""
+    """Return the changes of a setting. A gradual one (ramp, controller) lasts from its first to its last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
@@ -173,7 +169,6 @@ def _texts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _contracts(database: Database) -> Iterator[RecordedChange]:
-    """Yield changes of a pass's contract."""
     rows = database.connection.execute(_CONTRACTS).fetchall()
     known: dict[str, str] = {}
     for name, step, contract in rows:
@@ -183,7 +178,6 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes that recorded scores of the pair."""
     rows = by_step(database, _COUNTS, {"a": pair[0], "b": pair[1]})
     count = Series("num_writers", rows["step"], rows["num_writers"], LINEAR, WRITERS)
     if len(count.steps):
@@ -191,7 +185,7 @@ def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Yield the changes with their order relative to the drop, and the earlier change that caused them, if any."""
+    """Add to each change its order relative to the drop and the earlier change that caused it."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -219,11 +213,10 @@ _COUNTS = f"""
 SELECT step, count(DISTINCT {_WHO}) AS num_writers FROM scores WHERE "pass" IN ($a, $b) GROUP BY step ORDER BY step
 """
 _FACTOR = 1.5
-"""Minimum ratio of the two values at which the sentence states a factor."""
+"""Ratio of the two values from which the sentence states a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:
-    """Return a sentence with the series, its old and new value, and the step of the change."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         verb = "goes" if change.kind == WRITERS else "is set"

@@ -1,6 +1,4 @@
-"""Correlate rewards, advantages, lengths and logprobs, and find the step at which the values of identical responses
-change.
-"""
+"""Correlate rewards, advantages, lengths and logprobs, and find where the values of identical responses change."""
 
 from __future__ import annotations
 
@@ -24,25 +22,24 @@ from .rollouts import (
 )
 
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses of a length for it to count. The same minimum applies to differing rewards, and to
-lengths for a fit with a turning point."""
+"""Responses needed per length, and rewards that must differ."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
+"""Responses needed per length, and lengths needed, within one step."""
 
 
 class Relation(NamedTuple):
-    """Correlation of two per-sequence quantities within groups; NaN if there is nothing to compare."""
+    """Correlation of two columns within groups; NaN if there is nothing to compare."""
 
     correlation: float
-    """Pooled correlation after subtracting group means."""
+    """Pooled, after subtracting group means."""
     by_group: float
-    """Mean over groups of each group's correlation."""
+    """Mean of the groups' own correlations."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     """Correlate two columns within groups, pooled and per group; NaN unless both vary in at least 30 groups.
 
-    Subtracting a baseline from rewards, or dividing the result by the group's spread, leaves their correlation with
+    Subtracting a baseline from rewards, or dividing by the spread of the group, leaves their correlation with
     advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
@@ -55,7 +52,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, for sequences that have both, and the [N] bool mask of them."""
+    """Subtract group means from both columns where both are known; also return that [N] mask."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -63,7 +60,7 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps in which both columns vary within groups, and the within-group correlation at each."""
+    """Return the n steps in which both columns vary within groups, and the correlation at each."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -77,7 +74,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Return the correlation of reward differences with response lengths, over all pairs or, if stronger, within steps.
+    """Correlate reward differences with response lengths, over all pairs or, if stronger, within steps.
 
     A bonus per token that grows from step to step is proportional to length only within a step.
     """
@@ -94,12 +91,11 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of the variance of reward differences between identical responses that length explains, and the
-    sign of the relation.
+    """Return the share of the variance of reward differences that length explains, and the sign of the relation.
 
     The share is the largest of three: by length; by length minus its group mean (linearly); and, if they vary enough,
-    by length among responses with equal rewards. The share is 0 if fewer than two lengths have five responses, or if
-    no reward differs.
+    by length among responses with equal rewards. It is 0 if fewer than two lengths have five responses, or if no reward
+    differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -119,7 +115,7 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
 
 def _explained(values: np.ndarray, length: np.ndarray) -> float:
-    """Return the share of the variance of values that length explains, adjusted for the number of lengths."""
+    """Return the share of the variance that length explains, adjusted for the number of lengths."""
     _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     n, left = len(values), values - (np.bincount(place, values) / counts)[place]
     total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
@@ -127,10 +123,10 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation between reward and length if `run` rewards length and `control` does not, else 0.
+    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0.
 
-    It is measured on reward differences of identical responses. If almost all rewards differ and lengths change in the
-    rewarded direction, it is measured within groups.
+    It is measured on the reward differences of identical responses. If almost all rewards differ and lengths change in
+    the rewarded direction, it is measured within groups.
     """
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
@@ -141,19 +137,14 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
         return overall
     within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
     is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
-    goes = _latest(run).length.mean() - control.length.mean()
+    goes = run.length[3 * len(run.length) // 4 :].mean() - control.length.mean()  # lengths in the last quarter
     return within if is_paid and is_other and goes * within > 0 else 0.0
 
 
-def _latest(rollouts: Rollouts) -> Rollouts:
-    """Return the sequences of the last quarter of the run."""
-    return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
-
-
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of each step's reward variance that length explains.
+    """Return n steps, and the share of the reward variance at each that length explains.
 
-    Only steps with different rewards and at least three lengths, each with at least three rewards, are included.
+    Only steps with different rewards and at least three lengths, each with three rewards, are included.
     """
     found = {}
     for step in np.unique(rollouts.step):
@@ -169,7 +160,7 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """Responses sampled before and after a step at which their value changes: a reward, reference logprob or mask."""
+    """Responses sampled before and after a step at which their reward or reference logprob changes."""
 
     step: int
     """First step with changed values."""
@@ -177,20 +168,19 @@ class ChangedResponses:
     share: float
     """Share of the responses sampled on both sides of the step whose value changed."""
     share_before: float
-    """Share of the responses repeated before `first` whose value had changed by then; NaN if no response repeats."""
+    """Share of the responses repeated before `first` whose value had changed by then; NaN without any."""
     length_correlation: float
-    """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
+    """Correlation of value differences with lengths; 0 if either is constant."""
     agreement: float = 0.0
-    """Correlation of the values before the step with those after it; 0 if either is constant."""
+    """Correlation of the old values with the new ones; 0 if either is constant."""
 
     @property
     def is_rescaled(self) -> bool:
-        """True if responses keep their order by value, so that only the scale or level of the values changed."""
+        """True if responses keep their order by value, so that only the scale or level changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence, by name."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
 
@@ -199,8 +189,7 @@ def changed_responses(
 ) -> ChangedResponses | None:
     """Return the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
 
-    `column` names the value; differences of at most `least` do not count. None if no step has 10 responses that were
-    sampled both before and after it.
+    Differences of at most `least` do not count. None if no step has 10 responses sampled on both sides.
     """
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
@@ -218,9 +207,8 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            steadily = correlation(
-                difference[chosen], lengths * (high - low)[chosen]
-            )  # a bonus per token may grow from step to step
+            # A bonus per token may grow from step to step.
+            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily
             best = ChangedResponses(

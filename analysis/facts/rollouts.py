@@ -47,7 +47,7 @@ LEFT JOIN (
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
-"""One row per sequence. Lists are reduced to numbers before they are joined and sorted, which saves memory."""
+"""Lists become numbers before the joins and the sort, which saves memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -55,82 +55,74 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""SQL inserted into _ROWS. Tokens outside the loss mask are left out, because the policy did not choose them."""
+"""Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
-"""Maximum shift, in rows, tested for misplaced rewards."""
+"""Largest shift, in rows, tried for misplaced rewards."""
 OPENING = 3
-"""Number of response tokens in an opening: the prompt with these tokens is the prefix compared between responses."""
+"""Response tokens in an opening; with the prompt, they form the prefix on which responses are compared."""
 _ALONE = 0.5
-"""Share of sequences alone in their group above which each step counts as one group."""
+"""If more than this share of sequences are alone in their group, each step counts as one group."""
 FEWEST_COMPARED = 30
-"""Minimum number of sequences or groups for a comparison."""
+"""Sequences or groups needed for a comparison."""
 FEWEST_SPANNING = 10
-"""Minimum number of responses sampled both before and after a step."""
+"""Responses needed on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which the policy counts as certain of a prefix; such prefixes do not show a weight
-change."""
+"""-logprob, in nats, below which the policy is certain of a prefix; such prefixes do not show a weight change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The sequences of a run."""
+    """Columns of [N] values, one per sequence; NaN where not recorded."""
 
     step: np.ndarray
-    """[N] int64"""
     prompt: np.ndarray
-    """[N] hash of the prompt's token ids."""
     response: np.ndarray
-    """[N] hash of the response's token ids."""
     whole: np.ndarray
-    """[N] hash of prompt and response ids."""
+    """Hashes of the token ids of the prompt, the response, and both."""
     group: np.ndarray
-    """[N] group index. A group is the sequences of a step with one group_id, or with one prompt if group_id was not
-    recorded; if most groups have one member, each step is a group."""
+    """Group index. A group is the sequences of a step with one group_id or, if that was not recorded, one prompt. If
+    most groups have one member, each step is a group."""
     reward: np.ndarray
-    """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
-    """[N] advantage of the response, or the mean over its tokens if recorded per token; NaN where not recorded."""
+    """Advantage of the response, or the mean over its tokens if recorded per token."""
     first_advantage: np.ndarray
-    """[N] advantage of the first token if recorded per token, else of the response."""
+    """Advantage of the first token if recorded per token, else of the response."""
     length: np.ndarray
-    """[N] number of response tokens in the loss mask."""
+    """Number of response tokens in the loss mask."""
     num_masked: np.ndarray
-    """[N] number of response tokens outside the loss mask, such as tool output."""
+    """Number of response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
-    """[N] mean trainer logprob over response tokens in the loss mask, nats; the engine's mean where the trainer has no
-    logprobs.
-    """
+    """Mean trainer logprob over response tokens in the loss mask, nats; the engine's where the trainer has none."""
     sampled: np.ndarray
-    """[N] mean engine logprob over response tokens in the loss mask, nats; NaN where not recorded."""
+    """Mean engine logprob over the same tokens, nats."""
     reference: np.ndarray
-    """[N] mean logprob under the reference model over response tokens in the loss mask, nats; NaN where not recorded."""
+    """Mean logprob under the reference model over the same tokens, nats."""
     ending: np.ndarray
-    """[N] id of the last response token; -1 for empty responses."""
+    """Id of the last response token; -1 for empty responses."""
     opening: np.ndarray
-    """[N] hash of the prompt ids and the first OPENING response ids, which repeat more often than whole responses."""
+    """Hash of the prompt ids and the first OPENING response ids; it repeats more often than a whole response."""
     opening_trained: np.ndarray
-    """[N] mean trainer logprob of the opening, nats; NaN where not recorded."""
+    """Mean trainer logprob of the opening, nats."""
     opening_sampled: np.ndarray
-    """[N] mean engine logprob of the opening, nats; NaN where not recorded."""
+    """Mean engine logprob of the opening, nats."""
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[N] number of response tokens, masked or not, as a length limit counts them."""
+        """Number of response tokens, masked or not, as a length limit counts them."""
         return np.asarray(self.length + self.num_masked)
 
     @property
     def counted(self) -> np.ndarray:
-        """[N] uint64 hash of prompt, response and number of masked tokens."""
+        """uint64 hash of prompt, response and number of masked tokens."""
         return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
 
     @property
     def reward_size(self) -> np.ndarray:
-        """[N] |reward - mean reward of the group|."""
+        """Distance of the reward from the mean of its group."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
     def advantage_size(self) -> np.ndarray:
-        """[N] |advantage|."""
         return np.asarray(np.abs(self.advantage))
 
     @property
@@ -139,7 +131,7 @@ class Rollouts:
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     def by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the n steps with a known value, and the mean of each step's [N] values."""
+        """Return the n steps with a known value, and the mean at each."""
         known = np.isfinite(values)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
@@ -150,30 +142,28 @@ class Rollouts:
         return np.sort(self.prompt[first:last])
 
     def since(self, step: int) -> Rollouts:
-        """Return the sequences of a step and all later steps."""
+        """Return the sequences from a step on, including it."""
         return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
-        """Return the sequences of a step and all earlier steps."""
+        """Return the sequences up to a step, including it."""
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
-        """Return the sequences of a step, in recording order."""
         first, last = np.searchsorted(self.step, [step, step + 1])
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """Return the sequences at the given indices, in that order, or those selected by a mask, [N] bool."""
+        """Return the sequences at some indices, in that order, or selected by an [N] mask."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
-        """Return the sequences at the given steps."""
         return self.ordered(np.isin(self.step, steps))
 
 
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
-    """Read the sequences of the open run, with trainer and engine logprobs from the passes of `pair`."""
+    """Read the sequences of the open run; trainer and engine logprobs come from the passes of `pair`."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
         rows = _ROWS.format(**(_OF_COUNTED if sequence_columns(database).mask else _OF_ALL))
@@ -184,7 +174,7 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
 
 
 def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Return [N] group indices; step indices if most sequences are alone in their group."""
+    """Return group indices, or step indices if most sequences are alone in their group."""
     _, number, count = np.unique(group, return_inverse=True, return_counts=True)
     alone = (count[number] == 1).mean() if len(number) else 0.0
     groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
@@ -192,21 +182,21 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return [N] hashes that are equal for responses with comparable values in a column.
+    """Return hashes that are equal for responses whose values in a column can be compared.
 
-    Mean logprobs are comparable only between responses with identical loss masks.
+    Mean logprobs can be compared only under identical loss masks.
     """
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
-    """Return the smallest difference between two rewards that counts."""
+    """Return the smallest reward difference that counts."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each of M pairs of consecutive sequences with equal keys, return the indices of the earlier and the later one."""
+    """Return the indices of consecutive sequences with equal keys: [M] of the earlier one, [M] of the later one."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
@@ -223,13 +213,13 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each run, the [M] indices of the first occurrence of each prompt and response that both runs sampled."""
+    """Return the [M] indices in each run at which a response of both runs first occurs."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return [N] values minus the mean of their group's known values."""
+    """Subtract the mean of the known values in each group."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))
@@ -238,7 +228,7 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of responses at each that end early with a token that rarely ended a response before."""
+    """Return n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -253,7 +243,7 @@ ORDERS = {
     "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
     "last_step": "the rewards of the next step, as if they were recorded one step late",
 }
-"""How each row order that a bug may produce is undone, in words that follow "with"."""
+"""How to undo each row order that a bug may produce; completes "with ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,23 +252,22 @@ class RepeatedResponses:
 
     num_pairs: int
     unequal: float
-    """Share of pairs with different rewards; NaN if there are no pairs."""
+    """Share of pairs with different rewards; NaN without pairs."""
     mean_difference: float
-    """Mean absolute difference over the pairs with different rewards."""
+    """Mean absolute difference over those pairs."""
     order: str
-    """Row order of the rewards that leaves the fewest pairs with different rewards, in words; empty if it is the
-    recorded order."""
+    """Row order that leaves the fewest pairs with different rewards, in words; empty if it is the recorded one."""
     unequal_ordered: float
     """Share of pairs with different rewards in that order."""
 
     @property
     def lies_off(self) -> bool:
-        """True if another row order leaves far fewer pairs with different rewards."""
+        """True if that order leaves far fewer pairs with different rewards."""
         return self.order != "" and self.unequal_ordered < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
-    """Compare the rewards of repeated responses to a prompt, as recorded and in other row orders of the step."""
+    """Compare the rewards of repeated responses, as recorded and in other row orders of the step."""
     pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shares = {"": unequal}
@@ -295,9 +284,7 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return, for each of N rows, the index of the row whose reward it takes in the named order. If groups differ in
-    size, rows keep their own rewards.
-    """
+    """Return the row whose reward each row takes in the named order; its own if groups differ in size."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -319,9 +306,7 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Return the number of pairs with known rewards, the share that differs by more than `least`, and the mean
-    difference of those that do.
-    """
+    """Return the number of pairs with known rewards, the share that differs, and the mean difference of those."""
     one, two = pairs
     difference = np.abs(reward[two] - reward[one])
     difference = difference[np.isfinite(difference)]
@@ -332,7 +317,7 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return [N] rewards moved by `shift` rows within each step, wrapping around."""
+    """Move rewards by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -341,34 +326,29 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3
-"""Maximum and minimum number of steps compared before and after a step. Over so few steps, the policy hardly changes."""
+"""Most and fewest steps compared on each side of a step; over so few, the policy hardly changes."""
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean rewards before and after a step if all rewards together have the same distribution on both sides.
+    """Return the mean rewards before and after a step if the rewards have the same distribution on both sides.
 
-    Rewards that changed then belong to other rows. None if the distributions differ or there are fewer than three steps
-    on either side.
+    Single rewards that changed even so belong to other rows. None if the distributions differ, or with fewer than three
+    steps on a side.
     """
     of_rows, of_steps = [], []
-    for part in (
-        rollouts.until(step - 1).since(step - _KEPT_STEPS),
-        rollouts.since(step).until(step + _KEPT_STEPS - 1),
-    ):
-        known = np.isfinite(part.reward)
-        steps, place = np.unique(part.step[known], return_inverse=True)
-        of_rows.append(part.reward[known])
-        of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
+    sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
+    for part in sides:
+        steps, means = part.by_step(part.reward)
+        of_rows.append(part.reward[np.isfinite(part.reward)])
+        of_steps.append(means)
         if len(steps) < _FEWEST_KEPT:
             return None
     from scipy.stats import ks_2samp  # importing it takes half a second
 
     error = max(math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps)), 1e-12)
     before, after = (float(means.mean()) for means in of_steps)
-    are_near = abs(after - before) <= max(
-        t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std())
-    )
-    is_same = are_near and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
+    most = max(t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std()))
+    is_same = abs(after - before) <= most and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
     return {"step": step, "mean_before": before, "mean": after} if is_same else None
 
 

@@ -69,17 +69,16 @@ class Series:
     scale: str
     """`linear`, `log` or `logit`: the scale on which changes are found."""
     kind: str
-    """`mismatch`, `optimizer`, `reward`, `length`, `entropy`, `policy` or `weights`."""
     source: str = ""
     """Where the values come from, in words."""
     not_finite: Array = field(default_factory=_no_steps)
     """Steps with a NaN or infinite value."""
     logged: str = ""
-    """Name under which the trainer logged the series; empty if the series was computed."""
+    """Name under which the trainer logged it; empty if it was computed."""
 
     @property
     def known(self) -> Array:
-        """[n] bool mask that is True at steps with a value."""
+        """[n] True at steps with a value."""
         return np.asarray(np.isfinite(self.values))
 
     @property
@@ -104,7 +103,7 @@ class Series:
 
 
 def _off_zero(values: Array) -> Array:
-    """Return the values raised to at least a positive floor; all 1 if no value is positive."""
+    """Raise values to a positive floor; all become 1 if none is positive."""
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)
@@ -114,7 +113,7 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """Build a series; infinities become NaN, and their steps are added to `not_finite`."""
+    """Build a series. Infinities become NaN, at steps listed in `not_finite`."""
     kind, scale = KINDS.get(name, (REWARD, LINEAR))  # an evaluation has a name of its own
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
@@ -133,7 +132,7 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, Array], sources: Mapping[str, str], not_finite: Mapping[str, Array] | None = None
 ) -> list[Series]:
-    """Return each column of a query that has values as a series with its source, at the steps with a value.
+    """Return the columns that have values as series, each with its source.
 
     `not_finite`: steps with a NaN or infinite value, by column.
     """
@@ -147,12 +146,11 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""Fraction of the earlier level that must be lost in a drop; healthy runs lose and regain a twentieth."""
+"""Fraction of the earlier level that a drop must lose; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts, unlike a dip, if at least this fraction of windows are below the midpoint, counted from the first such
-window."""
+"""A drop lasts if, from the first window below the midpoint on, at least this fraction of windows are below it."""
 FALL_HOLDS = 0.9
-"""Minimum fraction of windows that stay low if a drop judged by the noise before it lasts."""
+"""A drop judged by the noise before it lasts if at least this fraction of windows stay low."""
 FALL_BEYOND = 6.0
 """Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window.
 This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with autocorrelation
@@ -161,19 +159,17 @@ autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Fraction of the whole drop after which a change comes too late to be the cause."""
+"""Once this fraction of the drop has happened, a change comes too late to be the cause."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""Fraction of the baseline's rise below which a run counts as flat. No event in the 392 healthy pairs it was chosen on;
-at 0.55, one."""
+"""A run is flat if it rises by less than this fraction of the baseline's rise. None of the 392 healthy pairs it was
+chosen on is flat; at 0.55, one is."""
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an
-autocorrelation of 0.6.
-"""
+"""Factor on the scatter if too few values show the autocorrelation; 2 allows for one of 0.6."""
 _LEVEL = 0.99
-"""Level at which the quantile of Student's t replaces the normal one if the scatter is estimated from few values."""
+"""Level at which Student's t replaces the normal quantile if few values determine the scatter."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -191,52 +187,50 @@ class Outcome:
     name: str
     """Name of the metric, or `reward` for the recorded sequences."""
     steps: np.ndarray
-    """[n] int64"""
     values: np.ndarray
     """[n] float64, finite; higher is better."""
     is_evaluation: bool
-    """True if it was measured on held-out data, so that a wrong reward cannot change it."""
+    """True if measured on held-out data, so that a wrong reward cannot change it."""
     floor: float = 0.0
     """Value if no answer is correct: 0, or less if rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """A lasting drop in an outcome: its onset, its size, and the levels before and after."""
+    """A sustained drop in an outcome: onset, size, and level before and after."""
 
     outcome: str
     onset_of: str
-    """Name of the series that located the onset: `outcome`, or the reward if that is more precise."""
+    """The series that located the onset: `outcome`, or the reward if that is more precise."""
     kind: str
-    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not drop,
-    but does not follow the rise of its baseline either."""
+    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not
+    drop, but does not follow the rise of its baseline either."""
     step: int
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """`low` to `high` are the onsets that fit about as well as the best one if the levels before and after are fixed.
-    This range is narrower than a confidence interval."""
+    """Onsets from `low` to `high` fit about as well as the best one if the levels before and after are fixed. This
+    range is narrower than a confidence interval."""
     interval: tuple[int, int]
     """95% confidence interval of the onset, with fitted levels and autocorrelation; see docs/evidence/intervals.md."""
     fallen: int
     """First step at which the share FALLEN of the drop has happened; later changes cannot be the cause."""
     before: float
-    """Level of the outcome before the drop; for `flat`, the level that the baseline reaches."""
+    """Level before the drop; for `flat`, the level that the baseline reaches."""
     after: float
-    """Mean outcome over the last tenth of the run."""
+    """Mean over the last tenth of the run."""
     size_in_sd: float
     """before - after, in standard errors of the difference."""
     floor: float = 0.0
-    """Value of the outcome if no answer is correct."""
+    """Outcome if no answer is correct."""
 
     @property
     def verb(self) -> str:
-        """Verb for sentences: `collapses` or `declines slowly`."""
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property
     def course(self) -> str:
-        """What the outcome does; `step` and its number complete the sentence."""
+        """What the outcome does, up to the words "step N"."""
         if self.kind == FLAT:
             return (
                 f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, apart since"
@@ -245,7 +239,7 @@ class Fall:
 
     @property
     def latest(self) -> int:
-        """Last step at which the cause could have acted: the later of `fallen` and the end of the onset interval."""
+        """Last step at which the cause could have acted."""
         return max(self.interval[1], self.fallen)
 
     @property
@@ -255,7 +249,7 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """Return True if a metric's name marks an outcome on held-out data, such as `eval/reward` or just `eval`."""
+    """True if a metric's name marks an outcome on held-out data, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
@@ -265,12 +259,12 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop in an outcome, or None if noise can explain it.
 
     The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
-    The drop must exceed FALL_SHARE of the earlier level. In addition, the drop or the decrease along a straight line
-    fitted to the values since the best window must exceed FALL_SD standard errors (see `level_deviation`) beyond the
-    bias of choosing the best window.
+    The drop must exceed FALL_SHARE of the earlier level. In addition, either the drop or the decrease along a line
+    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) beyond the bias of
+    choosing the best window.
 
-    `beside` is the same outcome of a baseline run with the same seeds. A run that ends that far below its baseline,
-    beyond the noise of their difference, has dropped as well.
+    `beside` is the same outcome of a baseline with the same seeds. A run that ends that far below its baseline, beyond
+    the noise of their difference, has dropped as well.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -323,8 +317,7 @@ def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return where an outcome stops following the rise of the same outcome in a baseline run, or None if it keeps
-    following or noise can explain the rise or the gap.
+    """Return where an outcome stops following the rise of its baseline, or None if noise can explain it.
 
     The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The two
     diverge at the end of their identical beginning or later; if they differ from the start, possibly at the first step.
@@ -353,9 +346,10 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """Return True if the last fifth of the run stays below the best window by more than the earlier noise.
+    """True if the last fifth of the run stays below the best window by more than the earlier noise.
 
-    Only the noise before the drop counts, because a run that drops may scatter more. For few, Student's t is used.
+    Only the noise before the drop counts, because a run that drops may scatter more. For few values, Student's t is
+    used.
     """
     values = outcome.values
     until = values[: best + width]
@@ -378,7 +372,7 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    """Return True if the last fifth of the run is below that of the baseline run by `least` and by more than the noise."""
+    """True if the last fifth of the run is below that of the baseline by `least` and by more than the noise."""
     _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
     lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
@@ -389,12 +383,11 @@ def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of each window of `width` consecutive values."""
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """Return the drop with the onset of another outcome's drop, if that is narrower and the two overlap."""
+    """Take over the onset of `finer` if that is narrower and the two overlap."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
@@ -406,7 +399,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
-    """Return the decrease along a fitted straight line from end to end, in standard errors."""
+    """Return the decrease along a fitted line from end to end, in standard errors."""
     n = len(values)
     at = np.arange(n) - (n - 1) / 2
     loss = -(n - 1) * float(at @ values) / max(float(at @ at), 1e-12)
@@ -414,7 +407,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Return True if a dip is temporary: the windows then stay above the midpoint or the FALLEN level for a long time."""
+    """True if a dip is temporary: few of the windows after it are below the midpoint, or the FALLEN level."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
@@ -423,7 +416,7 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
-    """Return the index at which two consecutive values first fall below a level, or the last index if none do."""
+    """Return the index at which two consecutive values first drop below `level`, or the last index."""
     lost = values[start:] < level
     twice = np.flatnonzero(lost & np.r_[lost[1:], True])
     return start + int(twice[0]) if len(twice) else len(values) - 1

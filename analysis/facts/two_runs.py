@@ -28,18 +28,15 @@ ORDER BY step, place
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Sequences of two runs, paired."""
-
     a: np.ndarray
-    """[K] index of each paired sequence in run A."""
     b: np.ndarray
-    """[K] index of each paired sequence in run B."""
+    """[K] index of each paired sequence in run A and in run B."""
     equal: np.ndarray
-    """[K] bool: True if prompt and response are identical, False if only the prompts are."""
+    """[K] True if prompt and response are identical, False if only the prompts are."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step: first the identical ones, then the rest by prompt, each in recording order.
+    """Pair the sequences of each step: identical ones first, the rest by prompt, each in recording order.
 
     Both runs need the arrays `step`, `prompt` and `whole`, as in Rollouts.
     """
@@ -55,7 +52,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of rows with the same step and key, the k-th in one run paired with the k-th in the other."""
+    """Return the rows with the same step and key; the k-th in one run goes with the k-th in the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     of_runs = np.split(number * len(keys) + key, [len(key_N)])
@@ -67,7 +64,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return, for each of N rows, the number of earlier rows with the same key."""
+    """Count, for each row, the earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     _, first, count = np.unique(kind_N[order], return_index=True, return_counts=True)
     number_N = np.empty(len(kind_N), np.int64)
@@ -77,7 +74,7 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """Sequences of one run with their lists, as Arrow arrays."""
+    """Sequences of one run; lists are Arrow arrays."""
 
     step: np.ndarray
     prompt: np.ndarray
@@ -87,7 +84,6 @@ class RunRows:
     mask: Any = None
 
     def at(self, places_K: np.ndarray) -> RunRows:
-        """Return the rows at the given indices, in that order."""
         places = number_array(places_K, pa.int64())
         return RunRows(
             self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
@@ -101,19 +97,18 @@ class Prefixes:
     """Pairs of responses, and how many tokens they share from the start."""
 
     a: RunRows
-    """[K] rows of run A."""
     b: RunRows
-    """[K] rows of run B, in the same order."""
+    """[K] rows of run A, and of run B in the same order."""
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
     """[K] number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number [K] of shared tokens with a logprob from a pass in both runs, and these logprobs in A and
-        in B, [T].
+        """Return [K] shared tokens with a logprob from a pass in both runs, and these logprobs in A and in B, [T].
 
-        Either all shared tokens of a pair count, or none of them."""
+        Either all shared tokens of a pair count, or none of them.
+        """
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -121,7 +116,6 @@ class Prefixes:
 
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
-    """Read and pair the sequences of both runs at the given steps, with the logprobs of the given passes."""
     one, two = (_read(database, steps, passes, columns) for database in (a, b))
     pairs = paired(one, two)
     one, two = one.at(pairs.a), two.at(pairs.b)
@@ -137,18 +131,16 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """Comparison of the tokens that paired responses of one step share."""
-
     apart: dict[str, float]
-    """Mean absolute difference between the runs' logprobs by pass, nats; only passes recorded in both runs."""
+    """Mean absolute difference between the runs' logprobs, nats, by pass recorded in both."""
     num_cut: int
-    """Number of responses of run A that are proper prefixes of the paired responses of run B."""
+    """Responses of run A that are proper prefixes of the paired responses of run B."""
     num_in_tool: int
-    """Number of responses that diverge at a token outside the loss mask, i.e. one that was not sampled."""
+    """Responses that diverge at a token outside the loss mask, i.e. one that was not sampled."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
-    """Compare the runs' logprobs on the tokens shared by their paired sequences at a step."""
+    """Compare the logprobs of both runs on the tokens that their paired sequences share at a step."""
     found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
     length_a, length_b = found.lengths_K
     apart = {}
@@ -165,7 +157,6 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
 
 
 def _num_in_tool(found: Prefixes) -> int:
-    """Return the number of pairs that diverge at a token outside the loss mask of run A."""
     flags, length_K = flat(found.a.mask)
     diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]

@@ -1,5 +1,4 @@
-"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, and their verdicts. The module also reads statistics per
-sequence as columns, so that sequences can be resampled with a matrix product.
+"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, their verdicts, and statistics per sequence for resampling.
 
 Shapes: N sequences.
 """
@@ -29,7 +28,7 @@ OWN = "tim"
 """Source of tim-trace's own metrics in a condition; every other source is a framework."""
 
 CHECK = "check"
-"""Name of the condition that fails if the comparison has a fault."""
+"""Condition that fails if the comparison has a fault."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -45,29 +44,27 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A metric over the run, at each step or over the last steps, and the values of the metric that fail the gate."""
+    """The values of a metric that fail the gate: over the run, at any step, or over the last steps."""
 
     text: str
     source: str
     """`tim`, or the framework that defines the metric."""
     metric: str
-    """Full name of the metric, or the part of its name after the last `/`."""
+    """Full name of the metric, or the part after the last `/`."""
     sign: str
-    """`>`, `>=`, `<` or `<=`."""
     bound: float
     of_size: bool
-    """True if the metric's absolute value is compared with the bound, as in `tim.|k1|>0.1`."""
+    """True to compare the absolute value, as in `tim.|k1|>0.1`."""
     any_step: bool
-    """True if the condition applies to each step separately, so that a single step beyond the bound fails the gate."""
+    """True if a single step beyond the bound fails the gate."""
     last: int
     """Number of last steps whose tokens are evaluated together; 0 for all steps of the run."""
 
     def judged(self, value: float) -> float:
-        """Return the value to compare with the bound: the metric, or its absolute value."""
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition. NaN and infinities do too, because they prove nothing."""
+        """True if a value violates the condition. NaN and infinities do too, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -77,8 +74,8 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse a condition `<source>.<metric><sign><number>`, where the source is `tim` or a framework, optionally followed by
-    `any step` or `last N steps`. Raises InvalidOption."""
+    """Parse `<source>.<metric><sign><number>`, perhaps followed by `any step` or `last N steps`. Raises
+    InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -130,22 +127,22 @@ class Verdict:
 
     condition: str
     metric: str
-    """Full name of the metric; `check` for the condition on faults of the comparison."""
+    """Full name; `check` for the condition on faults of the comparison."""
     value: float
-    """Value of the metric over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
+    """Over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
-    """Lower end of the interval over groups; None if there is no interval, for the reason in `how`."""
+    """Interval over groups from `low` to `high`; None without one, for the reason in `how`."""
     high: float | None
     bound: float | None
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or an expected interval is missing."""
     fails: bool
-    """True if the value violates the condition or proves nothing because it excludes tokens. Determines the exit
+    """True if the value violates the condition, or proves nothing because it excludes tokens. Determines the exit
     code."""
     steps_beyond: int | None
-    """Number of steps whose value violates the condition; None for `check`, and for counts that grow with each step."""
+    """Steps whose value violates the condition; None for `check`, and for counts, which grow with each step."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound, or nearest to the bound if no value is beyond it."""
+    """Step whose value is furthest beyond the bound, or nearest to it if none is beyond."""
     how: str
     """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 
@@ -165,7 +162,6 @@ class Gated(Table):
 
     @property
     def fails(self) -> bool:
-        """True if any condition fails."""
         return any(verdict.fails for verdict in self.verdicts)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
@@ -174,37 +170,36 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""For each column of `stats` that is a maximum, the column with each sequence's maximum."""
+"""Columns of `stats` that are a maximum, with the column of each sequence's own maximum."""
 
 MOST_NULL = 0.5
-"""Share of the loss tokens without a logprob in a pass above which a metric does not represent the run."""
+"""Share of the loss tokens without a logprob above which a metric does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
-"""Probability of each quantile of |d| among the columns of `stats`."""
+"""Columns of `stats` that are quantiles of |d|."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
 
 
 def is_count(metric: str) -> bool:
-    """Return True for a count, such as `num_tokens`, which grows with the number of steps."""
+    """True for a metric that grows with the number of steps, such as `num_tokens`."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Columns of statistics, with one element for each sequence that has a comparable token."""
+    """Statistics of each sequence that has a comparable token."""
 
     values: dict[str, Array]
-    """[N] columns by name; the statistics are computed from the totals of these columns."""
+    """[N] columns by name; the metrics are computed from their totals."""
     largest: dict[str, Array]
-    """[N] maximum of each sequence, by column name; the names are the values of LARGEST."""
+    """[N] maxima by column name, as in LARGEST."""
     unit_N: np.ndarray
-    """[N] index of the group that each sequence belongs to."""
+    """[N] group of each sequence."""
 
     @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
-        """Read the columns of a pair of passes from a trace."""
         names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
         query = f"""
             SELECT {", ".join(names)}, {unit("s")} AS unit
@@ -222,8 +217,8 @@ class SequenceColumns:
     def reach(self) -> float:
         """Return the sqrt(sum of d^2), nats, that a new sequence exceeds with a probability of 1 in 1,000.
 
-        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. The
-        quantile is Student's with groups - 1 degrees of freedom, so it is larger if there are few groups.
+        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. Student's
+        quantile with groups - 1 degrees of freedom makes it larger for few groups.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -244,8 +239,10 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens that a pair's metrics exclude: tokens with NaN or infinity and, if they are the majority,
-    tokens without a logprob. Empty if there are none."""
+    """Describe the tokens that a pair's metrics exclude; empty if there are none.
+
+    They are NaN or infinite or, if they are the majority, have no logprob.
+    """
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -32,16 +32,15 @@ def gate(
 ) -> Gated:
     """Fail if a run violates a condition, for the CI of training code.
 
-    Like `stats`, conditions on columns of `stats` store the sums of each sequence in the trace.
+    A condition describes the values that fail the run. It is `check`, which fails if the comparison has a fault, or
+    `<source>.<metric><sign><number>`, where the sign is > >= < or <=: `tim.k3>1e-3` for a column of `stats`,
+    `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough). `tim.|k1|>0.1` compares the
+    absolute value. `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged
+    over the steps.
 
-    A condition is `<source>.<metric><sign><number>`, where the sign is > >= < or <=, and describes the values that fail
-    the run: `tim.k3>1e-3` for a column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a
-    name is enough), or `check`, which fails if the comparison has a fault. `tim.|k1|>0.1` compares the absolute value.
-    `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over the steps.
-
-    By default, a condition covers all tokens of the run. With ` any step`, it fails if the value of any single step
-    violates it, which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last
-    20 steps. `warns` is true for a verdict if the condition passes but single steps violate it.
+    By default, a condition covers all tokens of the run. With ` any step`, it fails if any single step violates it,
+    which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last 20 steps.
+    `warns` is true for a verdict if the condition passes but single steps violate it.
 
     Every metric except a count has an interval over groups. A group is the sequences of a step with the same
     `group_id`, or a single sequence without a `group_id`. Metrics computed from sums use a bootstrap-t; maxima, a
@@ -54,11 +53,12 @@ def gate(
     except a count, that excludes such tokens or for which most tokens lack logprobs.
 
     `junit` is a JUnit XML file to write, with one test case per condition; an existing file is replaced. `summary` is a
-    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
+    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY. Like `stats`, conditions on columns of
+    `stats` store the sums of each sequence in the trace.
 
-    Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
-    trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
-    missing, unless `partial` accepts results from the rest.
+    Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
+    or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
+    unreadable or missing, unless `partial` accepts results from the rest.
     """
     if not fail_on:
         raise InvalidOption(
@@ -116,8 +116,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if both ends of the interval violate the condition, if neither does, or if all groups are
-    identical."""
+    """True if both ends of the interval violate the condition, if neither does, or if all groups are identical."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1
@@ -142,12 +141,11 @@ _COLUMNS = ("condition", "verdict", "value", "interval", "how")
 
 
 def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Render the verdicts as a table with one row per condition."""
     return to_text(table(gated.verdicts), width)
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Render JUnit XML with one test case per condition; conditions that fail are reported as failures."""
+    """Render JUnit XML with one test case per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)
@@ -171,7 +169,6 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def summary_markdown(gated: Gated, trace: str) -> str:
-    """Render Markdown with the overall result as a heading, and one table row per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     count = len(gated.verdicts)
     title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"
@@ -187,5 +184,5 @@ def _row(verdict: Verdict) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for a table cell in Markdown."""
+    """Escape text for a cell of a Markdown table."""
     return re.sub(r"[\\`*_{}\[\]<>()#+!|~&]", lambda found: f"&#{ord(found[0])};", " ".join(printable(text).split()))

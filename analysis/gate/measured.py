@@ -48,8 +48,8 @@ _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Metrics of the weights exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""`SequenceColumns.reach`, in nats, above which these metrics have no interval. Below this limit, coverage is as
-listed in TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
+"""`SequenceColumns.reach`, in nats, above which these metrics have no interval. Below it, coverage is as listed in
+TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -57,23 +57,23 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Lower and upper limits of metrics, which also limit their intervals."""
+"""Limits of a metric, which also limit its interval."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""Metrics with source `tim` that are not columns of `stats` and exist only per step."""
+"""Metrics of source `tim` that exist only per step and are not columns of `stats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A measured metric of a run, with its interval."""
+    """A metric of a run, with its interval."""
 
     metric: str
     value: float
     interval: Interval | NoInterval | None
-    """Confidence interval, or the reason why there is none; None for a count."""
+    """Confidence interval, or why there is none; None for a count."""
     how: str
-    """How the interval was computed, or the reason why there is none."""
+    """How the interval was computed, or why there is none."""
     by_step: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -89,14 +89,14 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Description of the tokens that the measured metrics exclude; empty if there are none."""
+        """Tokens that the measured metrics exclude, in words; may be empty."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         """Return the metric of each condition, with its value, its interval, and its value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            database = self._database.reopened() if found else self._database  # a jackknife leaves out sequences
+            database = self._database.reopened() if found else self._database  # a jackknife has left out sequences
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
                 found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
@@ -106,7 +106,7 @@ class Run:
         return found
 
     def _of_steps(self, database: Database, name: str) -> Measured:
-        """Return a per-step metric for the run: its mean over the steps, or its sum if it is a count."""
+        """Measure a per-step metric: its mean over the steps, or its sum if it is a count."""
         figure = read_figure(database, self._names, name)
         if figure is None or not len(figure[0]):
             raise _no_value(name)
@@ -119,7 +119,6 @@ class Run:
         return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return the metrics of conditions with source `tim`."""
         whole = stats(database, pair=self._pair, progress=self._progress)
         asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
@@ -139,7 +138,7 @@ class Run:
         return asked.answered(found)
 
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return a framework's metrics with jackknife intervals. Tokens are read once, into sums per sequence."""
+        """Measure a framework's metrics with jackknife intervals. Tokens are read once, into sums per sequence."""
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names):
@@ -156,7 +155,7 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Return metrics with jackknife intervals: each metric is computed again without one part of the sequences."""
+        """Compute each metric again, leaving out one part of the sequences at a time."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -185,7 +184,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d|. The interval is found from the share of tokens above the value (Woodruff 1952)."""
+        """Measure a quantile of |d|; its interval follows from the share of tokens above the value (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -206,7 +205,7 @@ class Run:
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """Return the sequences scored by both passes, sorted by run, step and seq_id, and each sequence's group."""
+        """Return the sequences scored by both passes, sorted by run, step and seq_id, and the group of each."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -261,7 +260,7 @@ def quantile_cuts(
 
 
 class _Asked:
-    """The metrics in some conditions, with their values over the run and by step."""
+    """The metrics that conditions ask for, with their values over the run and by step."""
 
     def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
         (row,) = rows.dicts()
@@ -303,7 +302,6 @@ def _of_tails(level: float) -> str:
 
 
 def _measured(metric: str, value: float, interval: Interval | NoInterval, how: str, num_groups: int) -> Measured:
-    """Return a measured metric. If there is no interval, `how` gives the reason."""
     if isinstance(interval, NoInterval):
         how = f"no interval: {f'{num_groups:,} groups are ' if interval is NoInterval.FEW else ''}{interval}"
     return Measured(metric=metric, value=value, interval=interval, how=how)

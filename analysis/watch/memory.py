@@ -1,4 +1,4 @@
-"""Cache of a run's series by step. A refresh reads only the steps whose row counts have grown."""
+"""Cache a run's series by step, and read again only the steps whose row counts have grown."""
 
 from __future__ import annotations
 
@@ -43,21 +43,19 @@ _COLUMNS = {SEQUENCES: ["step", "attempt", *_SUMMED], SCORES: ["step", "attempt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Row counts for one step. Rows are never removed or changed, so equal counts mean identical contents."""
+    """Row counts of one step. Rows are never removed or changed, so equal counts mean identical contents."""
 
     num_sequences: int
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Number of score rows, excluding replays that are not in the pair."""
+    """Excluding replays that are not in the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """Row counts for all recorded steps."""
-
     steps: dict[int, Extent]
-    """Row counts by step, for steps that have sequences or scores."""
+    """Steps that have sequences or scores."""
     passes: frozenset[str]
     num_metrics: int
     """Number of logged values, including hyperparameters."""
@@ -65,8 +63,6 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Row counts for one table file or journal."""
-
     by_step: pa.Table | None = None
     passes: frozenset[str] = frozenset()
     num_metrics: int = 0
@@ -138,17 +134,17 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    """Return the rows that belong to their step's newest training attempt, and the rows without an attempt."""
+    """Keep the rows of each step's newest training attempt, and rows without an attempt."""
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
 
 
 MOST_TOKENS = 10_000_000
-"""Maximum number of response tokens read per refresh, newest steps first; a larger step is read alone."""
+"""Response tokens read per refresh, newest steps first; a larger step is read alone."""
 RATE_STEPS = 20
-"""Number of newest steps over which the training rate is measured."""
+"""Newest steps over which the training rate is measured."""
 Times = list[tuple[int, float]]
-"""(step, seconds since 1970), in ascending order of steps."""
+"""(step, seconds since 1970), ascending."""
 
 _LOGGED_TIMES = """
 SELECT step, epoch(max(logged_at)) FROM metrics WHERE step > 0 AND logged_at IS NOT NULL
@@ -159,7 +155,7 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 class Memory:
     """Cache of a run's series, with the same values as `read_series` returns.
 
-    The share of changed weights is omitted, because every refresh would have to read all weight versions again.
+    The share of changed weights is left out, because every refresh would have to read all weight versions again.
     """
 
     def __init__(self, pair: Pair):
@@ -172,7 +168,7 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Series] = []
         self._values: dict[str, dict[int, Any]] = {}
-        """Series by name; each has, by step, the value and True if a NaN or an infinity was recorded."""
+        """By series and step: the value, and True if a NaN or an infinity was recorded."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, Any]] = {}
 
@@ -183,7 +179,6 @@ class Memory:
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
 
     def is_behind(self, extents: Extents) -> bool:
-        """Return True if the trace has data that the cache has not read yet."""
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
@@ -223,7 +218,7 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return the metrics that alerts need in addition to the series, as `read_token_figures` does."""
+        """Return the metrics that alerts need besides the series, as `read_token_figures` does."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()
@@ -241,7 +236,6 @@ class Memory:
         ]
 
     def _keep(self, steps: Sequence[int], columns: Sequence[Series], figures: Mapping[str, Figure]) -> None:
-        """Replace the values of some steps."""
         for values in (*self._values.values(), *self._of_tokens.values()):
             for step in steps:
                 values.pop(step, None)

@@ -19,15 +19,14 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """Return True if stdout is a terminal on which text can be redrawn in place."""
+    """True if stdout is a terminal that can redraw text in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view. With `again`, each view replaces the previous one until the views end or Ctrl-C is pressed; the
-    last view stays on the screen.
+    """Draw each view; with `again`, in place of the one before.
 
-    Views fit the terminal and are redrawn when it is resized.
+    Views fit the terminal and are redrawn when it is resized. Ctrl-C ends, and the last view stays on the screen.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
@@ -56,7 +55,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Render a view as text for output that is not a terminal."""
+    """Render a view for output that is not a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)

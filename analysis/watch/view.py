@@ -1,4 +1,4 @@
-"""Draw a watched run with rich, in full or shortened to the rows that fit the screen."""
+"""Draw a watched run with rich, in full or cut to the rows that fit the screen."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Minimum height of the screen, in lines, at which sections are separated by empty lines."""
+"""From this height, in lines, empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Number of rows to keep in each section until no other section can be shortened."""
+"""Rows that a section keeps as long as another one can be shortened."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -48,7 +48,6 @@ class WatchedView:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return the number of rows available in each section."""
         seen = self.seen
         return {
             "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
@@ -56,8 +55,7 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return the number of rows shown in each section; a screen has one line per row, and the longest sections are
-        cut first."""
+        """Return the rows shown in each section; on a screen, the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
@@ -75,7 +73,6 @@ class WatchedView:
         return rows
 
     def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
-        """Yield the drawn sections; `rows` maps each section to its number of rows."""
         sections: list[RenderableType | None] = [
             self._head(), self._alarms(rows["alarms"]), self._changes(rows["changes"]), self._latest(rows["latest"]),
             self._courses(rows["courses"]), self._next(),
@@ -86,7 +83,7 @@ class WatchedView:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """Return text without control characters, and without characters that the terminal's encoding lacks."""
+        """Drop control characters, and escape text that the terminal cannot encode."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
@@ -100,7 +97,6 @@ class WatchedView:
         return True
 
     def _row(self, text: str) -> Text:
-        """Return the text of a row, limited to one line if drawn on a screen."""
         return self._text(text, no_wrap=self._height is not None, overflow="crop" if self._height else "fold")
 
     def _head(self) -> RenderableType:
@@ -174,7 +170,6 @@ class WatchedView:
         )
 
     def _courses(self, num_rows: int) -> RenderableType | None:
-        """Return one line per series, with the name, the sparkline, and the smallest and largest value."""
         if not self._series:
             return None
         characters = BLOCKS if self._can(BLOCKS) else ASCII
@@ -234,7 +229,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return an empty table without rules or headers; its last column wraps long texts."""
+    """Return a table without rules or headers; its last column wraps long texts."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -254,7 +249,7 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """Return the end of a text, such as a path, cut at the start to fit `width` columns."""
+    """Cut a text, such as a path, at the start to fit `width` columns."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text
@@ -266,7 +261,7 @@ def _cell(series: Series, step: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number with three digits, or as a whole number if between 1,000 and a million."""
+    """Format with three digits, or as a whole number from 1,000 to a million."""
     if not np.isfinite(value):
         return _NOT_FINITE
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

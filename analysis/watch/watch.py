@@ -28,20 +28,19 @@ from .watched import WAITING, Moved, Watched
 
 _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
-"""Names of the series for which changes are shown."""
+"""Series whose changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after this many times a step's average duration, but not before `SILENT_S` seconds."""
+"""Silence is reported after this many times a step's average duration, but not before SILENT_S."""
 SETTLED_S = 60.0
-"""Time without new data, in seconds, after which a recorded command without an exit code is assumed to have ended
-because `tim-trace record` was killed."""
+"""Without new data for this many seconds, a command without an exit code has ended: `tim-trace record` was killed."""
 
 
 class Watcher:
     """Follows a run while its trace grows, without locks and without writing to the trace."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
-        """Create a watcher. Raises InvalidOption if `pair` or `steps` is malformed."""
+        """Raises InvalidOption if `pair` or `steps` is malformed."""
         self.trace = os.fspath(trace)
         self.pair = parse_pair(pair)
         self.steps = steps
@@ -50,7 +49,7 @@ class Watcher:
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Start to follow the run `run_id`, and discard everything read before."""
+        """Follow the run `run_id`, and forget everything read before."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)
@@ -79,7 +78,7 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view of a trace that does not exist yet or no longer exists."""
+        """Return the view of a trace that does not exist (yet)."""
         self._begin("")
         note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
@@ -141,7 +140,7 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing has been recorded for an unusually long time, otherwise an empty text."""
+        """Return advice if nothing has been recorded for unusually long, else an empty text."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
@@ -152,7 +151,7 @@ class Watcher:
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """Return the changes in the series `_MOVING`, computed again only if one of them has grown."""
+        """Find the changes in _MOVING, again only if one of these series has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -188,7 +187,7 @@ class Watcher:
 
 
 def _rate_of(times: Times) -> float | None:
-    """Return the average rate between the first and the last time, in steps per minute; None if unknown."""
+    """Return the average rate in steps per minute; None if unknown."""
     if len(times) < 2 or times[-1][1] <= times[0][1]:
         return None
     return 60 * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1])
@@ -208,7 +207,7 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Return a file's modification time from an entry whose keys depend on the file system."""
+    """Read the modification time from an entry; its keys depend on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )
@@ -230,11 +229,11 @@ def watch(
 ) -> Iterator[Watched]:
     """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
-    Yields a view every `every` seconds until the recording has ended; with `once`, one view. Without `once` it waits for a
-    trace that does not exist yet. `steps` are the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names
-    the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
+    Yields a view every `every` seconds until the recording has ended; with `once`, a single view. Without `once`, it
+    waits for a trace that does not exist yet. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten,
+    `all`), and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
 
-    Only steps that have grown are read again. A long run is read in portions, newest steps first. Views show how many
+    Only steps that have grown are read again. A long run is read in portions, newest steps first; views show how many
     steps are left to read, and `once` waits until all are read. Nothing is written, and the recorder is not disturbed.
 
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
@@ -261,7 +260,6 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
 
 
 def _whole(watcher: Watcher, progress: Progress) -> Watched:
-    """Read every step, then return the view."""
     seen = watcher.look()
     with progress("reading steps", seen.num_unread_steps) as advance:
         while left := seen.num_unread_steps:

@@ -1,4 +1,4 @@
-"""A view of a run at one moment of its recording, and its series as sparklines.
+"""A view of a run while it is recorded, and its series as sparklines.
 
 Shapes: n values, one per step; NaN if missing.
 """
@@ -20,7 +20,7 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""State of a run for which nothing has been recorded yet; all other states are those reported by `info`."""
+"""Nothing has been recorded yet; all other states are those of `info`."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
@@ -30,8 +30,6 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A change in one series."""
-
     name: str
     change: ChangePoint
 
@@ -54,32 +52,32 @@ class Watched(Result):
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Descriptions of unreadable or missing data, which no value includes, one sentence each."""
+    """What could not be read, and so is in no value; one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
-    """Number of steps whose tokens have not been read yet; values over the whole run exclude these steps."""
+    """Steps whose tokens have not been read yet; values over the whole run exclude them."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     age_s: float | None = None
-    """Time since data was last recorded, in seconds; None if unknown."""
+    """Seconds since data was last recorded; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
     """How steps_per_minute was measured."""
     steps: str = "-10:"
     """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]
-    """Series by name, with their values by step, as returned by `read_series`; all have the same steps."""
+    """As returned by `read_series`; all have the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Readings of every alarm at every step, as in `diagnose`."""
+    """Every alert rule at every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()
     """Changes in the mismatch, the reward and the gradient norm; empty while the run has too few steps."""
 
     @property
     def shown_steps(self) -> list[int]:
-        """Return the steps to show, out of those at which a series has a value."""
+        """Steps to show, out of those at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
@@ -93,13 +91,12 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def latest_rows(seen: Watched) -> Rows:
-    """Return the latest steps as a table, with one row per step shown and one column per series."""
+    """Return one row per step shown, and one column per series."""
     rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
     return Rows(("step", *seen.series), rows)
 
 
 def watched_json(seen: Watched) -> dict[str, Any]:
-    """Return a view as JSON-compatible values: the steps shown, and the smallest and largest value of each series."""
     found = _fields(seen)
     for name in ("series", "alarms", "moved"):
         found.pop(name)
@@ -138,20 +135,20 @@ def _summary(series: Series) -> dict[str, Any]:
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""Sparkline characters, lowest to highest, for terminals whose encoding lacks block characters."""
+"""Lowest to highest, for terminals whose encoding lacks block characters."""
 BROKEN = "!"
-"""Character that marks a NaN or an infinity."""
+"""Marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds of series drawn with the most extreme of merged steps, so that spikes show; others are drawn with the mean."""
+"""Kinds drawn with the most extreme of merged steps, so that spikes show; others are drawn with the mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     """Draw all steps of a series in at most `width` characters, scaled to its range; empty without values.
 
     The smallest value maps to the lowest character and the largest to the highest; a constant series is drawn lowest. A
-    character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the largest for
-    optimizer, length and policy series, else the mean. A space is a missing value, `!` a NaN or infinity.
+    character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the
+    largest for optimizer, length and policy series, else the mean. A space is a missing value, `!` a NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
@@ -173,12 +170,11 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """Return [min(n, width)] values in the unit of the series, with neighbouring steps merged as in `spark`."""
+    """Return [min(n, width)] values on the series' scale, with neighbouring steps merged as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 
 def _split(values: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split values into one chunk per character; chunk lengths differ by at most one."""
     return np.array_split(values, min(len(values), max(width, 1)))
 
 

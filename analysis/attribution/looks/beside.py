@@ -1,4 +1,4 @@
-"""Facts about a run compared with its baseline run: where the two first diverge, and what differs there or later."""
+"""Facts about a run and its baseline: the first difference, and what else differs there or later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from ..settings import suspect_of
 from .engine import declared_lag, is_farther_behind, weighs
 
 _SAME = 1e-5
-"""Relative difference up to which two logged numbers count as equal."""
+"""Relative difference up to which two logged numbers are equal."""
 _SHOWS = 1e-4
-"""Minimum policy change per update, in nats per token, at which a loss term is visible in the gradient norm."""
+"""Policy change per update, in nats per token, from which a loss term shows in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield the first difference between two runs that were identical before."""
     if parted is None:
         return
     group = ""
@@ -43,7 +42,7 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield how the first differing update differs: in gradient, size, loss and resulting weights."""
+    """How the first differing update differs: gradient, size, loss and resulting weights."""
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
@@ -64,24 +63,20 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         yield fact("update_grows", of_ratio(size, 1.0, 10.0), step=step, factor=size)
     else:
         yield fact("update_or_loss", 1.0, step=step)
-    if not np.isfinite(facts.rollouts.at([step]).advantage).any():
+    if not np.isfinite(facts.rollouts.at_step(step).advantage).any():
         yield fact("update_or_loss_without_advantages", 1.0, step=step)
     losses = np.abs(control.values("loss"))
     usual = float(np.nanmedian(losses)) if np.isfinite(losses).any() else math.nan
-    higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
+    higher = (facts.at("loss", step) - control.at("loss", step)) / max(usual, 1e-12)
     if math.isfinite(higher) and higher:
-        yield fact(
-            "loss_is_higher" if higher > 0 else "loss_is_lower",
-            float(np.tanh(abs(higher) / 3)),
-            step=step,
-            factor=abs(higher),
-        )
+        code = "loss_is_higher" if higher > 0 else "loss_is_lower"
+        yield fact(code, float(np.tanh(abs(higher) / 3)), step=step, factor=abs(higher))
     if math.isfinite(apart):
         yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
 
 
 def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield identical responses that get different rewards in the two runs."""
+    """Identical responses that get different rewards in the two runs."""
     a, b = facts.rollouts, control.rollouts
     at_a, at_b = shared_responses(a, b)
     difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
@@ -104,7 +99,7 @@ def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
-    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
+    """True if the first step whose rewards differ has the baseline's rewards in another order."""
     for step in np.unique(a.step):
         one, two = a.at_step(step), b.at_step(step)
         if len(one.step) != len(two.step) or not (one.whole == two.whole).all():
@@ -115,12 +110,10 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield differences in advantages, lag, mismatch and learning rate."""
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < of_control:
-        yield fact(
-            "advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control
-        )
+        group = "against" if of_run < -0.3 else ""
+        yield fact("advantages", of_control - of_run, group, run=of_run, control=of_control)
     lags = [declared_lag(run)[0] for run in (facts, control)]
     if is_farther_behind(facts, control):
         yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
@@ -129,26 +122,20 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
         n = min(len(facts.steps), len(control.steps))
         early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
-        yield fact(
-            "mismatch",
-            max(of_ratio(run, other, 30.0), 0.0) * weighs(facts),
-            "" if early else "later",
-            run=run,
-            control=other,
-        )
+        level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)
+        yield fact("mismatch", level, "" if early else "later", run=run, control=other)
     rates, beside = facts.values("learning_rate"), control.values("learning_rate")
     n = min(len(rates), len(beside))
     differs = np.flatnonzero(np.abs(rates[:n] - beside[:n]) > 1e-3 * np.abs(beside[:n]))
     if len(differs):
         at = int(differs[0])
         ratios = [abs(of_ratio(float(rates[one]), float(beside[one]), 10.0)) for one in differs]
-        yield fact(
-            "learning_rate", max(ratios), run=float(rates[at]), control=float(beside[at]), step=int(facts.steps[at])
-        )
+        values = {"run": float(rates[at]), "control": float(beside[at])}
+        yield fact("learning_rate", max(ratios), step=int(facts.steps[at]), **values)
 
 
 def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield settings and prompts that differ."""
+    """Settings and prompts that differ."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         suspect, pair = suspect_of(name), (facts.settings[name], control.settings[name])
         if suspect != "unknown" and pair[0] != pair[1]:
@@ -157,38 +144,28 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     other = [int(step) for step in shared if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
     if other and other[0] != shared[0]:
-        apart = next(
-            (int(step) for step in shared if not np.array_equal(a.at_step(step).whole, b.at_step(step).whole)), None
+        follows = any(
+            not np.array_equal(a.at_step(step).whole, b.at_step(step).whole) for step in shared if step < other[0]
         )
-        follows = apart is not None and apart < other[0]
         yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
 
 
 _OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "prompts_changed")
-"""Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
+"""Facts about a run that count as a difference if the baseline lacks the same change."""
 
 
 def changed(facts: Facts, control: Facts, parted: Divergence | None, known: tuple[Fact, ...] = ()) -> Iterator[Fact]:
-    """Yield the run's changes near the drop that are absent from the baseline run, given the facts of the run."""
+    """Changes near the drop that the baseline lacks; `known` are the facts of the run."""
     of_control = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for one in known:
-        if (
-            one.code in _OF_RUN
-            and one.level > 0
-            and (one.values.get("series"), one.values.get("step")) not in of_control
-        ):
-            values = {**one.values, "series": str(one.values.get("series") or one.code)}
-            yield fact("changed", one.level, one.feature, **values)
+        series, step = one.values.get("series"), one.values.get("step")
+        if one.code in _OF_RUN and one.level > 0 and (series, step) not in of_control:
+            yield fact("changed", one.level, one.feature, **{**one.values, "series": str(series or one.code)})
 
 
 def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
-    of_run, of_control = (_at(run, name, step) for run in (facts, control))
+    of_run, of_control = (run.at(name, step) for run in (facts, control))
     return of_run / of_control if of_control else math.nan
-
-
-def _at(facts: Facts, name: str, step: int) -> float:
-    place = int(np.searchsorted(facts.steps, step))
-    return float(facts.values(name)[place]) if place < len(facts.steps) else math.nan
 
 
 ALL = (first, update, rewards, rest, given)

@@ -15,11 +15,11 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
+"""Mean |d|, in nats, at which a mismatch weighs one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
-"""Minimum number of steps with a recorded entropy on each side of a drop."""
+"""Steps with an entropy needed on each side of a drop."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
-"""Codes of `check` findings that different weights in the engine can cause."""
+"""`check` findings that different weights in the engine can cause."""
 
 
 def weighs(facts: Facts) -> float:
@@ -28,7 +28,6 @@ def weighs(facts: Facts) -> float:
 
 
 def size(facts: Facts) -> Iterator[Fact]:
-    """Yield the size of the mismatch at the onset, and when it began."""
     run = facts.mismatch
     if run is None:
         yield fact("no_passes", 1.0)
@@ -39,7 +38,7 @@ def size(facts: Facts) -> Iterator[Fact]:
 
 
 def rise(facts: Facts) -> Iterator[Fact]:
-    """Yield the largest growth of the mismatch, and whether it leads or follows the drop."""
+    """The largest growth of the mismatch, and whether it leads or follows the drop."""
     largest = largest_rise(facts)
     if largest is None or facts.fall is None:
         return
@@ -62,14 +61,13 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either is 0."""
+    """Return the share of the mismatch that check's first finding accounts for, at most 1; 1 if either is 0."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
 
 
 def check(facts: Facts) -> Iterator[Fact]:
-    """Yield the first fault that `check` finds, weighted by how much the mismatch matters at the drop."""
     if facts.checked is None:
         return
     finding = facts.checked.findings[0]
@@ -84,7 +82,7 @@ def check(facts: Facts) -> Iterator[Fact]:
 
 
 def age(facts: Facts) -> Iterator[Fact]:
-    """Yield what repeated prefixes show about the age of the engine's weights."""
+    """What repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None and still.explains:
         yield fact("engine_stands_still", (still.still - still.of_trainer) * weighs(facts), **still.values)
@@ -97,7 +95,7 @@ def age(facts: Facts) -> Iterator[Fact]:
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """Yield the declared lag of the sampling weights; a constant lag is normal in asynchronous training."""
+    """The declared lag of the sampling weights; a constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
     recorded = facts.values("version_lag")[np.isfinite(facts.values("version_lag"))]
@@ -111,7 +109,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield how much less likely the tokens sampled since the drop are than the entropy implies.
+    """How much less likely the tokens sampled since the drop are than their entropy implies.
 
     For tokens sampled from the returned logprobs, -logprob equals the entropy on average.
     """
@@ -136,7 +134,6 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
 
 
 def largest_rise(facts: Facts) -> ChangePoint | None:
-    """Return the largest growth of the mismatch, or None."""
     changes = [change for change in facts.changes.get("mean_abs_d", ()) if change.size_in_sd > 3.0]
     return max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
 
@@ -165,7 +162,7 @@ def declared_lag(facts: Facts) -> tuple[float, float]:
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
-    """Return True if a run lags further behind than its baseline run, beyond the usual scatter of asynchronous runs."""
+    """True if a run lags behind its baseline by more than asynchronous runs scatter."""
     of_run, of_control = declared_lag(facts)[0], declared_lag(control)[0]
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 

@@ -20,7 +20,7 @@ from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
-"""Minimum number of steps before a drop for estimating the usual size of advantages."""
+"""Steps before a drop needed to estimate the usual size of advantages."""
 
 
 def _known(value: float) -> float:
@@ -28,7 +28,7 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
-    """Yield how often identical responses get different rewards since the drop, relative to before it."""
+    """How often identical responses get different rewards since the drop, compared with before."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
         return
@@ -39,21 +39,16 @@ def repeats(facts: Facts) -> Iterator[Fact]:
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that belong to other rows."""
     found = facts.repeated
     if found.num_pairs and found.lies_off:
-        values: dict[str, Measured] = {
-            "num_pairs": found.num_pairs, "unequal_share": found.unequal, "order": found.order,
-        }  # fmt: skip
-        yield fact(
-            "rewards_in_other_rows", 1.0, "", "in_other_rows", unequal_ordered_share=found.unequal_ordered, **values
-        )
+        values: dict[str, Measured] = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
+        values |= {"order": found.order, "unequal_ordered_share": found.unequal_ordered}
+        yield fact("rewards_in_other_rows", 1.0, "", "in_other_rows", **values)
     elif facts.moved_rewards is not None:
         yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
-    """Yield identical responses whose reward changes at a step, and whether their length explains it."""
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off:
         return
@@ -64,22 +59,22 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Yield rewards that change at a step, or lose their relation to likelihood, with the same policy and engine."""
+    """Rewards that change, or stop following likelihood, while policy and engine stay the same."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
     if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
         group = "beside_input" if facts.is_given_otherwise else ""
         if reward is None or reward > first + 1:
-            yield fact("relation_breaks_alone", 1.0, group, step=first)
-        elif broken is not None and broken <= reward + 1:
-            yield fact("reward_and_relation_move", 1.0, group, step=first)
+            code = "relation_breaks_alone"
         else:
-            yield fact("reward_moves_alone", 1.0, group, step=first)
+            both = broken is not None and broken <= reward + 1
+            code = "reward_and_relation_move" if both else "reward_moves_alone"
+        yield fact(code, 1.0, group, step=first)
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """Yield an evaluation that holds while the recorded reward drops, or a reward that stays up while it drops."""
+    """An evaluation that holds while the reward drops, or a reward that holds while the evaluation drops."""
     fall, reward = facts.fall, facts.values("reward")
     if fall is not None and facts.outcome is not None and facts.outcome.is_evaluation and fall.outcome == "reward":
         yield fact("evaluation_holds", 1.0)
@@ -91,17 +86,12 @@ def hidden(facts: Facts) -> Iterator[Fact]:
     before, after = float(reward[until][-width:].mean()), float(reward[known[-width:]].mean())
     lost = (before - after) / max(abs(before), 1e-12) / max(fall.share, 1e-12)
     if lost < 0.3:
-        values = {
-            "outcome_before": fall.before,
-            "outcome_after": fall.after,
-            "reward_before": before,
-            "reward_after": after,
-        }
+        values = {"outcome_before": fall.before, "outcome_after": fall.after}
+        values |= {"reward_before": before, "reward_after": after}
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
-    """Yield how advantages follow rewards within groups, since the drop and before."""
     since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
@@ -123,7 +113,7 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Yield changes in the mean or scale of advantages, and bursts."""
+    """Changes in the mean or scale of advantages, and bursts."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
@@ -133,7 +123,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # A slow baseline lets the mean move by up to the reward's change, divided by the reward's spread if advantages are normalised.
+    # A slow baseline lets the mean move by up to the reward's change (over its spread, if advantages are normalised).
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
@@ -142,29 +132,26 @@ def sizes(facts: Facts) -> Iterator[Fact]:
         for change in facts.clear(ADVANTAGES):
             if change.series == "advantage_mean":
                 far = abs(float(change.after) - float(change.before))
-                yield fact(
-                    "advantages_changed",
-                    nearness(facts, change) * far / (far + 0.1 * scatter),
-                    "mean",
-                    **values_of(change),
-                )
+                level = nearness(facts, change) * far / (far + 0.1 * scatter)
+                yield fact("advantages_changed", level, "mean", **values_of(change))
     own = max(abs(moved) - by_reward, 0.0)
-    values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
-    yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
+    level = float(np.tanh(own / scatter)) if scatter else 0.0
+    values: dict[str, Measured] = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
+    values |= {"from_value": mean, "to_value": mean_now}
+    yield fact("advantages_changed", level, "mean", series="advantage_mean", **values)
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
-    earlier, around = (
-        largest[steps < facts.fall.interval[0] - ft.AHEAD],
-        (steps >= facts.fall.interval[0] - ft.AHEAD) & (steps <= facts.fall.interval[1]),
-    )
+    first_near = facts.fall.interval[0] - ft.AHEAD
+    earlier, around = largest[steps < first_near], (steps >= first_near) & (steps <= facts.fall.interval[1])
     if len(earlier) >= _FEWEST_STEPS and around.any():
         at = np.flatnonzero(around)[int(np.nanargmax(np.nan_to_num(largest[around])))]
-        place = {"step": int(steps[at]), "low": int(steps[at]), "high": int(steps[at])}
-        yield fact("advantages_changed", max(of_ratio(float(largest[at]), float(np.nanmax(earlier)), 30.0), 0.0), "burst", series="max_abs_advantage", from_value=float(np.nanmax(earlier)), to_value=float(largest[at]), **place)  # fmt: skip
+        step, usual, burst = int(steps[at]), float(np.nanmax(earlier)), float(largest[at])
+        values = {"step": step, "low": step, "high": step, "from_value": usual, "to_value": burst}
+        level = max(of_ratio(burst, usual, 30.0), 0.0)
+        yield fact("advantages_changed", level, "burst", series="max_abs_advantage", **values)
 
 
 def length(facts: Facts) -> Iterator[Fact]:
-    """Yield how response length changes, and whether the reward depends on length."""
     assert facts.fall is not None
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
     if changes and paid and order_beside(changes[0], facts.fall) != AFTER:
@@ -178,11 +165,11 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Size of a change with a weight of one half, by series, regardless of scatter."""
+"""Size of a change that weighs one half, by series, whatever the scatter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change in the prompts near the drop, and whether several prompt series change at that step."""
+    """The clearest change in the prompts near the drop; it counts more if several prompt series change at that step."""
     best: tuple[float, Fact] | None = None
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
@@ -200,7 +187,7 @@ def prompts(facts: Facts) -> Iterator[Fact]:
 
 
 def cut(facts: Facts) -> Iterator[Fact]:
-    """Yield a length that responses no longer exceed and at which many end."""
+    """A length that responses no longer exceed and at which many end."""
     assert facts.fall is not None
     width = max(len(facts.steps) // 10, 5)
     intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
@@ -217,11 +204,7 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
     if not len(before) or not len(after):
         return
     limit = float(after.max())
-    longer, at_it, usual = (
-        float((before > limit).mean()),
-        float((after == limit).mean()),
-        float((before == limit).mean()),
-    )
+    longer, at_it, usual = (float(part.mean()) for part in (before > limit, after == limit, before == limit))
     limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
     limited = limited[np.isfinite(limited)]
     group = "told" if len(limited) else "seen"
@@ -229,15 +212,15 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
         share = min(longer, at_it, float(limited.mean()))
     else:
         share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
-    yield fact(
-        "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
-    )
+    level = min(math.sqrt(share) * 1.5, 1.0)
+    yield fact("responses_cut", level, group, limit=limit, longer_share=longer, cut_share=at_it)
 
 
 def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
     """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
 
-    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not."""
+    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not.
+    """
     of_before, of_after = (
         np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
         for lengths in (before, after)
@@ -247,7 +230,7 @@ def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
-    """Yield responses that start to end early, with tokens that rarely ended a response before."""
+    """Responses that start to end early, on tokens that rarely ended a response before."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     before = facts.rollouts.until(begins - 1)

@@ -20,24 +20,23 @@ _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
     "entropy_coefficient": (1e-6, 0.1),
 }  # fmt: skip
-"""Setting -> its usual range."""
+"""Usual range of each setting."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
-    """Return a change's series, step, interval and both values."""
     return {"series": change.series, "step": change.step, "low": change.low, "high": change.high, "from_value": change.before,
             "to_value": change.after}  # fmt: skip
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change's step fits the onset: 1 within the onset interval, less before it."""
+    """Return how well a change fits the onset: 1 within its interval, less the earlier it came."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
 def settings(facts: Facts) -> Iterator[Fact]:
-    """Yield, per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
+    """Per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
     assert facts.fall is not None
     step = facts.fall.step
     for suspect in SUSPECTS:
@@ -46,17 +45,13 @@ def settings(facts: Facts) -> Iterator[Fact]:
             continue
         nearest = min(found, key=lambda change: abs(change.step - step))
         level = nearness(facts, nearest)
-        if (
-            is_learning_rate(nearest.series)
-            and not isinstance(nearest.before, str)
-            and not isinstance(nearest.after, str)
-        ):
-            level *= abs(of_ratio(nearest.after, nearest.before, 10.0))
+        before, after = nearest.before, nearest.after
+        if is_learning_rate(nearest.series) and not isinstance(before, str) and not isinstance(after, str):
+            level *= abs(of_ratio(after, before, 10.0))
         yield fact("setting_changed", level, suspect, **values_of(nearest))
 
 
 def unusual(facts: Facts) -> Iterator[Fact]:
-    """Yield settings far outside their usual range."""
     is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
     for name, (low, high) in _CUSTOMARY.items():
         value = facts.settings.get(name)
@@ -71,7 +66,7 @@ def unusual(facts: Facts) -> Iterator[Fact]:
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
-    """Yield by how much the learning rate exceeds its earlier median at or before the onset."""
+    """How far the learning rate rises above its earlier median by the onset."""
     assert facts.fall is not None
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
@@ -83,12 +78,11 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    # A linear warm-up reaches 2.
+    # A linear warm-up alone reaches 2.
     yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
-    """Yield the size of updates relative to the weights, and the largest one at the onset."""
     assert facts.fall is not None
     values = facts.values("update_to_weight")
     known = np.isfinite(values) & (values > 0)
@@ -107,7 +101,7 @@ def updates(facts: Facts) -> Iterator[Fact]:
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
-    """Yield how entropy changes at the onset and from just before it to the end, and whether the change lasts."""
+    """How entropy changes at the onset and until the end, and whether that lasts."""
     assert facts.fall is not None
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]
@@ -134,7 +128,7 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Yield a fact if the reference model changes, the distance to it jumps, or the policy returns to it."""
+    """Whether the reference model changes, the distance to it jumps, or the policy returns to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
@@ -147,9 +141,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
     for change in jumps[:1]:
         beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
         if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
-            yield fact(
-                "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
-            )
+            level = of_ratio(float(change.after), float(change.before), 10.0)
+            yield fact("reference_jumps", level, **values_of(change))
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
@@ -157,12 +150,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if len(until) and used:
         before, last = float(np.median(until)), float(np.median(distance[-width:]))
         far = before / (before + 0.05) if before > 0 else 0.0
-        yield fact(
-            "returns_to_reference",
-            far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0),
-            distance_before=before,
-            distance_after=last,
-        )
+        level = far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0)
+        yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
 ALL = (settings, unusual, rate, updates, entropy, reference)
