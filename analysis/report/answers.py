@@ -29,7 +29,6 @@ _EFFECTS = {
     "large_push": "large bias",
     "opposed": "no clear direction: without the clip the sign flips",
 }
-"""Effect of the mismatch on the objective in words, by code."""
 
 _SIZES = {
     "equal": "no mismatch",
@@ -40,7 +39,6 @@ _SIZES = {
     "changed": "changed during the run",
     "not_valid": "unknown until the comparison is valid",
 }
-"""Size of the mismatch in words, by code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

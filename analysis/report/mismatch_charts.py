@@ -24,7 +24,6 @@ _GROUPS = {
     "arms": "What would remove or reduce the mismatch",
     "corrections": "What would remove or reduce the mismatch",
 }
-"""Section headings, by prefix of the chart's key."""
 
 
 _PROFILES = {
@@ -40,7 +39,6 @@ _PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
-"""Title, x axis label and note, by breakdown."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
