@@ -1,4 +1,4 @@
-"""The sentences about an objective, by code."""
+"""Sentences about an objective, by code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CANNOT: Mapping[str, str] = {
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Questions without an answer, by code, each with the reason or the data to record."""
+"""Questions without an answer, each with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
@@ -78,7 +78,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return descriptions of where the loss settings come from, by code."""
+    """Say where the settings of the loss come from, by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
@@ -110,7 +110,6 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """Describe how much the mismatch changes a ratio that contains it, and which share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")
