@@ -94,11 +94,11 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, with or without tokens: one row for each
-    sequence and inner iteration of the pass inside the loss.
+    """Yield rows for all sequences that went through the loss in some steps, with or without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are numbers, which are faster than names. `is_whole` is
-    true if the response has tokens and every pass has one logprob per token.
+    There is one row per sequence and inner iteration of the pass inside the loss. `sequence`, `unit` (the sequence's
+    group) and `micro_batch` are numbers, which are faster than names. `is_whole` is true if the response has tokens and
+    every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"

@@ -29,8 +29,7 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Sums over the tokens of a sequence that count and have a finite logprob in every pass; num_nan and num_inf count the
-rest.
+"""Sums over a sequence's tokens that count and are finite in every pass; num_nan and num_inf count the rest.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A
 < 0 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean.
@@ -197,7 +196,6 @@ def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Return the distinct (step, inner iteration), sorted, and each row's index among them."""
     pairs, place_N = np.unique(np.stack([step_N, iteration_N]).astype(np.int64), axis=1, return_inverse=True)
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 

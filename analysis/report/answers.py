@@ -47,7 +47,7 @@ class Answer:
 
     code: str
     """`unknown` if the trace cannot answer. validity: `valid`, or the first fault. factor: the first finding, or
-    `replay`. size and objective: a code of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`,
+    `replay`. size and objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`,
     `unknown_cause`, or the cause."""
     severity: str
     """GOOD, NOTICE, BAD or OPEN."""

@@ -41,8 +41,7 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points to draw as dots. A long line has them only where both neighbours are missing, since no line
-        segment reaches such a point."""
+        """[n] bool: points drawn as dots. In a long line, those without neighbours, which no line segment reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)

@@ -14,8 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return `tim-trace VERB` for the reported trace, with the report's steps, pair and baseline run where it takes
-    them."""
+    """Return `tim-trace VERB` for the reported trace, with its steps, pair and baseline run where they apply."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]

@@ -83,8 +83,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch with the replay in place of pass a. 0 becomes NaN on a logarithmic
-    axis."""
+    """Return the mismatch with each replay in place of pass a. 0 becomes NaN on a logarithmic axis."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -112,7 +111,6 @@ def _mark(change: ChangePoint) -> Mark:
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
-    """Return the range of k3 published for healthy runs with the same dtypes."""
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
         figure

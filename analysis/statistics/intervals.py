@@ -130,8 +130,7 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its value without each of P parts, which are made of whole
-    groups.
+    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
 
     Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW for fewer than
     MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
@@ -267,8 +266,7 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return standard errors of the linearised statistic, [R]; `counts_RG` has each unit's count in each
-        resample."""
+        """Return standard errors of the linearised statistic, [R]; `counts_RG` is as returned by `_draws`."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):

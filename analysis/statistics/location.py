@@ -1,5 +1,5 @@
-"""Locate a change in a series with a confidence interval: a jump, or the onset of a ramp, of an exponential approach,
-or of a linear decline to another level.
+"""Locate a change in a series with an interval: a jump, or the onset of a ramp, an exponential approach or a
+decline.
 
 Shapes: n values of a segment with one change, P candidate positions, E candidate ends of a decline.
 """
@@ -17,8 +17,7 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""A jump at a constant slope, a jump with a change of slope, and an exponential approach to another level, as when a
-policy collapses."""
+"""A jump at a constant slope, one with a change of slope, and an exponential approach, as when a policy collapses."""
 
 _DECAYS = (0.03, 0.1, 0.3)
 """Time constants to try, as shares of the segment."""
@@ -44,7 +43,7 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """How much less the sum of squares is if slope and level may change, in long-run variances."""
+    """Drop in the sum of squares when slope and level may change, in long-run variances."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -107,8 +106,7 @@ def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[flo
     return float(fitted[place - 1]), float(fitted[-1])
 
 
-_LARGEST_E = 12
-"""Maximum number of ends to try for a decline."""
+_MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
@@ -151,5 +149,5 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 def _fallen(start: int, n: int) -> np.ndarray:
     """Return the completed share of declines that begin at `start`, for each candidate end, [E, N]."""
-    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
+    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -52,8 +52,9 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """Return a loss's bounds: on the ratio in min(min(ratio, hard) A, clip(ratio) A) for ppo_clip, on the weight for
-    cispo.
+    """Return the bounds of a loss: on the weight for cispo, on the ratio for ppo_clip.
+
+    ppo_clip is min(min(ratio, hard) A, clip(ratio) A).
 
     >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
     Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)

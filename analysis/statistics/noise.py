@@ -115,8 +115,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return the running median, [n]. Values `beyond` the ends are mirrored (`reflect`) or repeat the last one
-    (`edge`).
+    """Return the running median, [n]. Ends are mirrored (`reflect`), or padded with the last value (`edge`).
 
     For an even width, scipy's median filters take the upper of the two middle values.
     """

@@ -21,7 +21,6 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 _most: list[int] = []
-"""The limit set by `limit_threads`; empty without one."""
 
 
 def limit_threads(most: int) -> None:
@@ -124,8 +123,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to batches of rows in threads, while this thread reads. Without rows, apply it to an empty
-        batch."""
+        """Apply a function to batches of rows in threads, reading ahead; to one empty batch if there are no rows."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:

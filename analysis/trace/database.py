@@ -31,7 +31,6 @@ Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between checks of a query's progress."""
 
 
 class Database:

@@ -30,7 +30,6 @@ _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
 """From this many values on, counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
-"""Values counted at once."""
 _GATHERED = 1 << 22
 """Once more values than this are gathered, equal ones are merged into one with a count."""
 
@@ -170,7 +169,6 @@ def quantile_cont(below: float, above: float, share: float) -> float:
 
 
 def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values, ascending, and how often each occurs."""
     if not parts:
         return np.zeros(0), np.zeros(0, np.int64)
     values, value_P = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)

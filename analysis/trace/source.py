@@ -19,8 +19,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of stored sums; those of other versions are computed again. Before 2, a run could store another run's
-sums."""
+"""Sums stored by another edition are computed again. Before 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -158,7 +157,7 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return kind, pair, covered segments and file of stored sums; None if an earlier release wrote them. Raises
+    """Return kind, pair, segments and file of stored sums; None if an earlier release wrote them. Raises
     DamagedTrace.
 
     The file's name has the checksum of its footer, so it can be verified without an entry in a manifest.

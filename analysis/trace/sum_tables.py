@@ -139,7 +139,6 @@ class SumTables:
         )
 
     def _forget(self, pair: Pair | None = None) -> None:
-        """Discard the computed sums of a pair, or of all pairs."""
         where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
         for spec in _IN_TABLES:
             self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")

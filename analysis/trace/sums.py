@@ -1,5 +1,4 @@
-"""Sums of each sequence for a pair of passes: computed from tokens once, then stored in the trace next to the
-scores."""
+"""Per-sequence sums for a pair of passes: computed from tokens once, then stored next to the scores."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write every step's sums, quantiles and histograms in one order, so that totals do not depend on what was
-    stored."""
+    """Write what is stored or computed in one fixed order, so that totals do not depend on which it was."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only of runs that this process reads whole.
@@ -326,14 +324,12 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files that had been superseded before. Files in use until now stay, since other processes may read
-    them."""
+    """Remove files superseded before. Those in use until now stay, since other processes may read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
 
 def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    """Return one chunk per step, of one run or of all runs in the order of the sources."""
     query = f"""
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
         {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
@@ -474,7 +470,6 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    """Replace the quantiles of some runs. A run without tokens gets none."""
     where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
     database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
     _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])

@@ -73,8 +73,7 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as an SQL
-        condition.
+        """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as SQL.
 
         Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
         """

@@ -56,8 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, with a shared step axis. The page itself marks the hovered and the selected
-    step."""
+    """Return one figure per series, with a shared step axis. The page draws the step markers itself."""
     charts = list(charts)
     if not charts:
         return []

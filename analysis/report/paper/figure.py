@@ -106,8 +106,7 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return text as one line, cut in the middle to `most` characters; characters that cannot be drawn become code
-    points."""
+    """Return one line of at most `most` characters, cut in the middle. Undrawable characters become code points."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 

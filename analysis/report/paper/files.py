@@ -52,7 +52,7 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover page and one page per chart, and KEY.csv into a folder next to it (figures.pdf:
+    """Write a PDF with a cover and one page per chart, and KEY.csv to a folder next to it (figures.pdf:
     figures-data).
 
     Returns the paths, the PDF first. Raises the same errors as write_figures.
@@ -131,7 +131,6 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Columns of the CSV file, and the function that yields its rows."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
