@@ -21,7 +21,7 @@ VERDICT: Mapping[str, str] = {
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
-    "large_noise": "The mismatch does not detectably bias the objective, but it adds much noise. {how_much}",
+    "large_noise": "The mismatch does not detectably bias the objective, but it adds a lot of noise. {how_much}",
     "negligible_push_up": "The mismatch biases the objective negligibly upward: {up}. {how_much}",
     "small_push_up": "The mismatch biases the objective slightly upward: {up}. {how_much}",
     "large_push_up": "The mismatch biases the objective strongly upward: {up}. {how_much}",
@@ -37,7 +37,7 @@ VERDICT: Mapping[str, str] = {
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
     "correction": "These figures include the loss's correction; without its weights, the bias is {uncorrected_relative_bias_signed} "
-    "instead of {relative_bias_signed}, and the sum of absolute biases is {uncorrected_relative_abs_bias_percent} "
+    "instead of {relative_bias_signed}, and absolute biases add up to {uncorrected_relative_abs_bias_percent} "
     "instead of {relative_abs_bias_percent}.",
 }
 
@@ -101,7 +101,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
         else ""
     )
     how_much = (
-        "It adds {relative_bias_signed} of the sum of the terms' sizes{interval}; the sum of absolute biases is "
+        "The net bias is {relative_bias_signed} of the terms' total size{interval}; absolute biases add up to "
         "{relative_abs_bias_percent}."
     )
     words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
