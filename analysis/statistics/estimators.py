@@ -47,7 +47,8 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
     """Return the sequences' mean probabilities minus their median, [N].
 
-    In units of the largest probability, exp(top), a mean differs from it by expm1(peak - top) + exp(peak - top) mean_fall.
+    In units of the largest probability, exp(top), a mean differs from it by expm1(peak - top) + exp(peak - top)
+    mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
