@@ -1,4 +1,4 @@
-"""Formulas of an objective's figures. They take totals over sequences: numbers, or arrays over updates or resamples.
+"""Formulas of the figures of an objective, from totals over sequences: numbers, or arrays over updates or resamples.
 
 Shapes: N sequences, U updates (step and inner iteration).
 """
@@ -29,18 +29,18 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """What the figure needs: data (MISMATCH, DRIFT or ADVANTAGE, see pass_roles) or a loss that clips (CLIP)."""
+    """MISMATCH, DRIFT or ADVANTAGE (data, see pass_roles), or CLIP (a loss that clips)."""
     of_correction: bool = False
-    """True if the figure is meaningful only for a loss with a correction."""
+    """True if only a loss with a correction has the figure."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Range of possible values, to which the ends of intervals are limited."""
+    """Range of possible values, which intervals do not leave."""
     in_tails: float | None = None
     """Measured coverage of the 95% interval in runs where a few tokens dominate; None if it is at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
-        """The meaning of the figure, with the coverage of its interval if the coverage is low."""
+        """The meaning, and the coverage of the interval if it is low."""
         if self.in_tails is None:
             return self.meaning
         return (
@@ -69,7 +69,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the formula that computes a covariance from totals centred near the means, which avoids cancellation."""
+    """Totals centred near the means avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -91,11 +91,11 @@ def _clipped_used(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Marks a figure that exists only for a loss with a clip."""
+"""Needed by figures of a loss that clips."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Ranges of three kinds of figures: sizes, shares, and signed shares."""
+"""Bounds of sizes, shares, and signed shares."""
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),
@@ -144,12 +144,11 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean over sequences of "
     "|(exp(sum d) - 1) A|", bounds=_SIZE),
 }  # fmt: skip
-"""Formulas by name of the figure; sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and
-drift)."""
+"""By name. Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures of a loss that the recorded data determine."""
+    """Return the figures that the loss has and the recorded data determine."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -158,7 +157,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns whose totals, over the whole run or over each group in `place_N`, determine the figures.
+    """Return [N] columns whose totals, over the run or over each group in `place_N`, determine the figures.
 
     Squares and products are centred on each group's median of sequence means, so that totals do not cancel.
     """
@@ -178,7 +177,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Array]:
-    """Return [N] sums of d, drift, their squares and product, centred on each group's median of sequence means."""
+    """Centre sums of d, drift, their squares and their product on each group's median of sequence means, [N]."""
     num_N = columns["num_tokens"]
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in ("d", "drift")}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
@@ -188,13 +187,13 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Return the figures by name, one value for each element of the totals; NaN where a divisor is 0."""
+    """Evaluate the figures for each element of the totals; NaN where a divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Return [number] sums of [N] columns over each group."""
+    """Add up [N] columns within each group, [number]."""
     return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 

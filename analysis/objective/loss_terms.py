@@ -1,4 +1,4 @@
-"""The terms of a loss, and their sums per sequence. A term is the token or sequence that a ratio belongs to.
+"""The terms of a loss, and their sums per sequence. A term is a token or sequence with a ratio of its own.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -14,36 +14,36 @@ from ..statistics.estimators import Array
 from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 
 SIDES = ("positive", "negative")
-"""The signs of an advantage, as in column names."""
+"""Sign of the advantage, as in column names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes for each token; 0 for tokens that do not count in the loss."""
+    """Log-ratios between passes, per token; 0 for tokens that do not count in the loss."""
 
     d_T: Array
-    """Logprob difference train - rollout, nats."""
+    """train - rollout, nats."""
     drift_T: Array
-    """Logprob difference current - train, nats."""
+    """current - train, nats."""
     advantage_T: Array
-    """Advantage of each token; 0 if missing."""
+    """0 if missing."""
     counts_T: np.ndarray | None
-    """bool: True if the token counts and has a finite logprob in every pass; None if all tokens do."""
+    """bool: the token counts and has a finite logprob in every pass; None if all tokens do."""
     known_T: np.ndarray | None
-    """bool: True if the token counts and has an advantage; None if all tokens do."""
+    """bool: the token counts and has an advantage; None if all tokens do."""
     num_N: Array
-    """Number of tokens of each sequence that count."""
+    """Tokens that count."""
     known_N: Array
-    """Number of tokens of each sequence that count and have an advantage."""
+    """Tokens that count and have an advantage."""
     advantage_N: Array
-    """Mean advantage over the tokens of a sequence."""
+    """Mean over the tokens of each sequence."""
     has_one: bool
-    """True if, in every sequence, all tokens have the same advantage."""
+    """True if the tokens of every sequence share one advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
     def total(self, values_T: Array) -> Array:
-        """Return [N] sums over the tokens of each sequence."""
+        """Add up the tokens of each sequence, [N]."""
         return np.add.reduceat(values_T, self.starts_N)
 
 
@@ -54,21 +54,21 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The ratio in the loss, times the correction if the loss applies the correction to the ratio (vespo)."""
+    """The ratio in the loss, which vespo multiplies by the correction."""
     weight: Array | float
-    """The loss's correction weight; 1 if the correction is part of the ratio."""
+    """Correction weight; 1 if the correction is part of the ratio."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens that each term stands for."""
+    """Tokens per term."""
     sign_N: Array | None
-    """Sign of the advantage that all terms of a sequence share; None if signs differ within a sequence."""
+    """Sign of the advantage that all terms of a sequence share; None if they may differ."""
     known_N: Array
-    """Number of terms of each sequence with an advantage."""
+    """Terms with an advantage."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Return the [N] sums over the terms of each sequence, by name."""
+        """Add up the terms of each sequence, [N] by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
@@ -83,11 +83,11 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
     def _unclipped(self) -> Array:
-        """Return [K] A (w rho_used - rho*): the bias without the clip of the loss."""
+        """[K] A (w rho_used - rho*): the bias without the loss's clip."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return w f(rho_used) [K] as it appears in the loss, given f(rho_used)."""
+        """[K] w f(rho_used) as in the loss, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -104,7 +104,6 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Return the sums over terms with A > 0 and the sums over terms with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)
@@ -114,7 +113,7 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """Return the numbers of flagged terms with A > 0 and with A < 0. This is fast if few terms are flagged."""
+        """Fast if few terms are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -145,7 +144,7 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence, with per-token corrections averaged over the sequence."""
+    """Per-token corrections are averaged over the sequence."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )
@@ -161,7 +160,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence, with the product of token ratios (within +-20 nats) and the product of weights."""
+    """A sequence's ratio is the product of token ratios (within +-20 nats), its weight the product of weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -179,7 +178,6 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, weight: Array | float) -> LossTerms:
-    """Build terms that each stand for a whole sequence."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, weight=weight, advantage=tokens.advantage_N,
@@ -189,7 +187,7 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the loss's ratio, given ln rho* and drift = current - train."""
+    """Return rho* = current / rollout and the loss's ratio, from ln rho* and drift = current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

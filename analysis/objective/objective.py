@@ -34,17 +34,18 @@ def objective(
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
     With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). The loss uses rho_used, which divides by one of the passes train (exp(drift)),
-    rollout (rho* itself) or current (1). The bias of a token, or of a sequence if the loss takes one ratio per sequence, is
-    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is one term of the loss,
-    including the advantage; w is the loss's correction weight, or 1 without a correction (in vespo, w multiplies
-    rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
+    rho* = current / rollout = exp(d + drift). The loss's ratio, rho_used, divides by train (which gives exp(drift)), by
+    rollout (rho* itself) or by current (1). The bias of a token, or of a sequence if the loss takes one ratio per
+    sequence, is b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is one
+    term of the loss, including the advantage; w is the loss's correction weight, or 1 without a correction (in vespo, w
+    multiplies rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage of its
+    tokens.
 
-    The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
-    vespo), fields of the loss, or both, such as `gspo,clip_high=0.01`. Sums use the loss's token weights within an
-    update (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include
-    masked rows and tokens without a logprob, which contribute nothing to the sums. `steps` (3:80, -10:, 2:200:2)
-    selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
+    The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo,
+    sapo, vespo), fields of the loss, or both, such as `gspo,clip_high=0.01`. Sums use the loss's token weights within
+    an update (one inner iteration of a step), and figures of the run are means over updates. Masked rows and tokens
+    without a logprob add nothing to the sums, but count in the loss's divisors. `steps` (3:80, -10:, 2:200:2) selects
+    steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
 
     With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
     tokens.
@@ -87,9 +88,9 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """Return the figures of a run, with intervals over groups, from the [N] columns of `totals_of`.
+    """Return the figures of a run, with intervals over groups, from the columns of `totals_of`.
 
-    Resamples keep the token weights within an update and the number of updates as recorded.
+    Resamples keep the recorded number of updates, and the token weights within them.
     """
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}

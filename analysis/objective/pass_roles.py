@@ -1,6 +1,4 @@
-"""Choose the loss and the roles of passes (trainer at the sampling weights, engine, policy inside the loss), and read
-their rows.
-"""
+"""Choose the loss and the passes that act as trainer (at the sampling weights), engine and policy inside the loss."""
 
 from __future__ import annotations
 
@@ -34,21 +32,21 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that figures need. MISMATCH: logprobs of the trainer at the sampling weights and of the engine; DRIFT: logprobs
-of the policy inside the loss and of the trainer; ADVANTAGE: advantages."""
+"""Data that figures need: logprobs of the trainer at the sampling weights and of the engine; logprobs of the policy
+inside the loss and of the trainer; advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes to read, and the questions that these passes can answer."""
+    """The passes to read, and the questions that they can answer."""
 
     train: str
     rollout: str
     current: str
-    """Name of the pass inside the loss; `train` if that pass was not recorded."""
+    """The pass inside the loss; `train` if none was recorded."""
     loss: Loss
     known: frozenset[str]
-    """The members of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
+    """Those of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
     notes: tuple[Statement, ...]
     """Caveats, as codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -56,7 +54,7 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Return the passes to read, with substitutes for missing ones; None if the trace has no usable pass."""
+    """Choose the passes to read, with substitutes for missing ones; None if the trace has no usable pass."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -90,17 +88,17 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles to read, one per pass; `now` is missing if no separate pass recorded the policy inside the loss."""
+    """Return the roles to read, one per pass; without `now` if no separate pass recorded the policy inside the loss."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Return batches of all sequences that went through the loss in some steps, with or without tokens: one row for
-    each sequence and inner iteration of the pass inside the loss.
+    """Yield rows for all sequences that went through the loss in some steps, with or without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are numbers, which are faster than names. `is_whole` is
-    true if the response has tokens and every pass has one logprob per token.
+    There is one row per sequence and inner iteration of the pass inside the loss. `sequence`, `unit` (the sequence's
+    group) and `micro_batch` are numbers, which are faster than names. `is_whole` is true if the response has tokens and
+    every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -133,15 +131,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Values of Loss fields that neither the trace nor an option sets, by kind of loss. The bounds of gspo are from
-arXiv 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
+"""Fields of Loss that neither the trace nor an option sets, by kind. The bounds of gspo are from arXiv 2507.18071
+(section 5.1); that of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and the sources of its settings as codes of sentences.loss_basis.
+    """Return the loss, and where its settings come from, as codes of sentences.loss_basis.
 
-    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. All other fields are as
-    recorded. If no loss was recorded, the loss is PPO with a clip of 0.2. Raises InvalidOption.
+    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`; all other fields are as
+    recorded. Without a recorded loss, it is PPO with a clip of 0.2. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -174,7 +172,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with default bounds, to change its kind but keep its denominator and its correction."""
+    """Reset the bounds of a loss whose kind will change, but keep its denominator and correction."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -1,4 +1,4 @@
-"""The sentences about an objective, by code."""
+"""Sentences about an objective, by code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERDICT: Mapping[str, str] = {
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
-    "large_noise": "The mismatch does not detectably bias the objective, but it adds much noise. {how_much}",
+    "large_noise": "The mismatch does not detectably bias the objective, but it adds a lot of noise. {how_much}",
     "negligible_push_up": "The mismatch biases the objective negligibly upward: {up}. {how_much}",
     "small_push_up": "The mismatch biases the objective slightly upward: {up}. {how_much}",
     "large_push_up": "The mismatch biases the objective strongly upward: {up}. {how_much}",
@@ -37,7 +37,7 @@ VERDICT: Mapping[str, str] = {
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
     "correction": "These figures include the loss's correction; without its weights, the bias is {uncorrected_relative_bias_signed} "
-    "instead of {relative_bias_signed}, and the sum of absolute biases is {uncorrected_relative_abs_bias_percent} "
+    "instead of {relative_bias_signed}, and absolute biases add up to {uncorrected_relative_abs_bias_percent} "
     "instead of {relative_abs_bias_percent}.",
 }
 
@@ -55,7 +55,7 @@ CANNOT: Mapping[str, str] = {
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Questions without an answer, by code, each with the reason or the data to record."""
+"""Questions without an answer, each with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
@@ -78,7 +78,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return descriptions of where the loss settings come from, by code."""
+    """Say where the settings of the loss come from, by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
@@ -101,7 +101,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
         else ""
     )
     how_much = (
-        "It adds {relative_bias_signed} of the sum of the terms' sizes{interval}; the sum of absolute biases is "
+        "The net bias is {relative_bias_signed} of the terms' total size{interval}; absolute biases add up to "
         "{relative_abs_bias_percent}."
     )
     words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
@@ -110,7 +110,6 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """Describe how much the mismatch changes a ratio that contains it, and which share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")

@@ -1,4 +1,4 @@
-"""Compute the sums of every sequence in one pass over the tokens.
+"""Sums of every sequence, in one pass over the tokens.
 
 Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), C columns.
 """
@@ -29,11 +29,11 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Sums over the tokens of a sequence that count and have a finite logprob in every pass; num_nan and num_inf count the
-other tokens.
+"""Sums over a sequence's tokens that count and are finite in every pass; num_nan and num_inf count the rest.
 
-d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
-and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
+d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A
+< 0 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean.
+"""
 
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
@@ -45,7 +45,7 @@ applied: w f(rho_used) - f(rho*); unclipped: A (w rho_used - rho*);
 clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""Columns of a sequence's sums; terms_known is the number of terms with an advantage."""
+"""terms_known is the number of terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
@@ -63,7 +63,6 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
 
 
 def _spreads(parts: Differences) -> dict[str, Array]:
-    """Return the means of d and drift, and the sums of their squares and product around the means."""
     d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
     sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
     for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
@@ -72,7 +71,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the tokens' log-ratios (0 for tokens that do not count), and the numbers of tokens."""
+    """Return the numbers of tokens, and the log-ratios, which are 0 for tokens that do not count."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -103,8 +102,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Return the numbers of bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least
-    0.5."""
+    """Count bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -116,7 +114,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy in the loss. The trainer replaces missing passes."""
+    """Return the logprobs of trainer, engine and policy in the loss. The trainer replaces missing passes."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -131,39 +129,37 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays in a fixed order, with one element for each row that can be compared."""
+    """Sums as [N] arrays in a fixed order, one element per comparable row."""
 
     unit_N: np.ndarray
-    """Index of the row's group (group_id and step), or of the sequence if it has no group."""
+    """Index of the row's group (group_id and step), or of the sequence without one."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
-    """Index in `updates` of the row's update."""
+    """Index of the row's update in `updates`."""
     share_N: Array
     """Factor by which the loss multiplies each token's term within its update."""
     num_rows_U: np.ndarray
-    """[U] number of sequences that went through the loss, with or without a comparable token."""
+    """[U] sequences that went through the loss, with or without a comparable token."""
     micro_batches_known: bool
-    """True if the micro-batch of every sequence was recorded."""
+    """True if every sequence has a recorded micro-batch."""
     columns: dict[str, Array]
-    """[N] sums by column in COLUMNS."""
+    """[N] sums, by name in COLUMNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """The sums of a batch of sequences."""
-
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: True if the row's logprobs can be compared, so that the row is one of the N comparable rows."""
+    """bool: the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
-    """Number of tokens that count in the loss."""
+    """Tokens that count in the loss."""
     columns_CN: np.ndarray
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Return the sums of every sequence. The tokens are read once."""
+    """Sum every sequence, reading the tokens once."""
     batches: list[_Batch] = []
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
@@ -176,7 +172,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    # Indices of comparable rows, in sorted order.
+    # Comparable rows, in sorted order.
     whole_N = order[is_whole_R[order]]
     column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
     table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
@@ -186,7 +182,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for the sequence's compared tokens
+    if sides.loss.aggregation == "sequence":  # a sequence's single term stands for its compared tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -200,13 +196,11 @@ def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Return the sorted distinct (step, inner iteration), and each row's index among them."""
     pairs, place_N = np.unique(np.stack([step_N, iteration_N]).astype(np.int64), axis=1, return_inverse=True)
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
 def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
-    """Yield the sums of one range of steps. No other unit of work covers these steps."""
     sides, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
         yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
@@ -228,7 +222,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number [R] of tokens that the loss counts, according to the mask alone."""
+    """Return the number of tokens that the loss counts, by the mask alone, [R]."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -240,24 +234,23 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, as [R] arrays. They determine the divisors of the loss."""
+    """Every row that went through the loss, as [R] arrays, which determine its divisors."""
 
     update_R: np.ndarray
     """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Number of tokens that the loss counts, according to the mask alone."""
+    """Tokens that the loss counts, by the mask alone."""
     micro_batch_R: np.ndarray
-    """Index of the micro-batch; 0 if not recorded."""
+    """0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
-        """[U] number of sequences in each update."""
+        """[U] sequences per update."""
         return np.bincount(self.update_R)
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor [R] by which the loss multiplies each token's term; with aggregation `sequence`, the sequence's
-    term.
+    """Return the factor [R] of each token's term in the loss; with aggregation `sequence`, of the sequence's term.
 
     An update whose micro-batches were not recorded is treated as one batch.
     """
@@ -277,12 +270,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return a [U] bool mask that is True where the micro-batch of every row was recorded."""
+    """Return a [U] bool mask of the updates in which every row's micro-batch was recorded."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in its update."""
+    """Return the number of tokens in the row's micro-batch, times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

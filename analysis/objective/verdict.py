@@ -1,4 +1,4 @@
-"""Judge the figures of an objective; the verdict is a list of codes with numbers."""
+"""Judge the figures of an objective. The verdict is a list of codes with numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure of the run, with its interval."""
+    """A figure of a run, with its interval."""
 
     name: str
     value: float | None
-    """None if the divisor of the figure is 0."""
+    """None if the divisor is 0."""
     low: float | None
-    """Lower end of the interval over groups; None if there is no interval."""
+    """Interval over groups; both ends are None if there is none."""
     high: float | None
     no_interval: str | None
-    """Reason why there is no interval; None if there is an interval."""
+    """Why there is no interval; None if there is one."""
     meaning: str
 
 
@@ -36,28 +36,26 @@ class Objective(Result):
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """The steps to analyse, as given."""
+    """Steps to analyse, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
     """Where the loss settings come from, as codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """The passes that act as trainer (at the sampling weights), as engine, and as policy inside the loss."""
+    """Passes that act as trainer (at the sampling weights), engine, and policy inside the loss."""
     num_updates: int
-    """Number of updates (step, inner iteration); `steps` has one row for each."""
+    """Updates (step, inner iteration), each a row of `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration; the divisor of means over
-    sequences.
-    """
+    """Sequences that went through the loss, once per inner iteration; the divisor of means over sequences."""
     num_sequences: int
-    """How many of these sequences have a token that counts in the loss and has a finite logprob in every pass."""
+    """Those that have a token that counts in the loss and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
+    """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Number of tokens with NaN in any pass, which all figures exclude; `num_inf` is the same for infinities."""
+    """Tokens with NaN in any pass, which all figures exclude; `num_inf` counts infinities."""
     num_inf: int
     num_groups: int
-    """Number of groups, which are resampled for the intervals."""
+    """Groups, which are resampled for the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Direction, size and location of the bias, as codes of sentences.VERDICT."""
@@ -66,7 +64,7 @@ class Objective(Result):
     cannot_codes: tuple[Statement, ...]
     """Questions without an answer, as codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Figures of the run by name; see figures.FIGURES."""
+    """By name; see figures.FIGURES."""
     steps: Rows
     """One row per update: step, iteration and the figures."""
 
@@ -91,14 +89,14 @@ class Objective(Result):
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return the value of a figure of the run; None if the figure has no value."""
+        """Return a figure's value; None if it has none."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. They are tim-trace's
-own convention: rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is visible."""
+"""Bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE. tim-trace's own convention: rewards are
+so noisy that a bias of 0.1% is invisible, but one of 5% is visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -128,8 +126,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
     """Return the sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
 
-    The clip of f(rho*) alone raises b. So no sign is reported if the bias without the clip (`unclipped`) has the
-    opposite sign.
+    Clipping f(rho*) alone raises b, so no sign is reported if the bias without the clip (`unclipped`) has the opposite
+    sign.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
@@ -143,12 +141,11 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with clipping and the bias without it have opposite signs."""
+    """Return True if the clip changes the sign of the bias."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
 def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
-    """Yield the statement on the bias without the clip."""
     if unclipped is not None and unclipped.value is not None:
         values: dict[str, Measured] = {"relative_bias": unclipped.value}
         if unclipped.low is not None and unclipped.high is not None:
@@ -157,7 +154,6 @@ def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
 
 
 def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
-    """Return the statement for a loss with the true ratio: how far mismatch and clip change this ratio."""
     found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
     values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
     return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
@@ -168,7 +164,6 @@ def _size(share: float, below_small: str, between: str, from_large: str) -> str:
 
 
 def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield the statement on how far tokens with A > 0 and A < 0 are credited or punished too much."""
     by_sign = {name: figures[name].value for name in ("relative_positive", "relative_negative")}
     values = {name: value for name, value in by_sign.items() if value}
     if values:
@@ -176,7 +171,6 @@ def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _where(steps: Rows) -> Iterator[Statement]:
-    """Yield the statement on the update with the largest bias."""
     rows = [row for row in steps.dicts() if row["bias"] is not None]
     if len(rows) < 2:
         return
@@ -211,7 +205,6 @@ def _correction(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield the statement on the ratios of a run without advantages."""
     yield Statement(code="not_answerable")
     token, sequence = figures.get("mean_abs_d"), figures.get("mean_abs_sum_d")
     if token is not None and sequence is not None and token.value is not None and sequence.value is not None:
@@ -221,7 +214,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the result for a trace that lacks trainer logprobs, engine logprobs or both."""
+    """Return the result for a trace without logprobs of `train` or `current`."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

@@ -1,6 +1,6 @@
 -- The 50 token ids with the largest share of the mismatch.
 -- Unit: nats; share_of_k3 is a share.
--- Source: the concentration of mismatch on a few tokens, arXiv 2602.01826 and the IcePop post.
+-- Source: most of the mismatch is in a few tokens: arXiv 2602.01826 and the IcePop post.
 -- Meaning: a special token or a tool marker at the top points to a wrong template or mask.
 SELECT run, token_id, count(*) AS num_tokens, avg(d) AS mean_d, avg(abs(d)) AS mean_abs_d,
        max(abs(d)) AS max_abs_d,

@@ -1,4 +1,4 @@
-"""Catalogue of named queries: SQL files to run unchanged or to adapt."""
+"""Named queries: SQL files to run unchanged or to adapt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""The arguments for passes a and b in the SQL files, which `NamedQuery.over` replaces."""
+"""Passes a and b as the SQL files have them; `NamedQuery.over` replaces them."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
@@ -26,19 +26,19 @@ class NamedQuery:
 
     name: str
     summary: str
-    """Description of the query's result, in one line."""
+    """What the query returns, in one line."""
     unit: str
     source: str
-    """Publication or code that defines the query's formula."""
+    """Publication or code that the formula comes from."""
     meaning: str
-    """How to interpret the query's result."""
+    """How to read the result."""
     needs: str | None
-    """Data that the query needs in addition to the logprobs of both passes; None if it needs no other data."""
+    """Data needed besides the logprobs of both passes; None if none."""
     sql: str
-    """Full text of the SQL file, written for the passes train and rollout."""
+    """Full text of the SQL file, for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
-        """Return the SQL text of the query for the passes a and b."""
+        """Return the SQL for the passes a and b."""
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 
@@ -80,7 +80,6 @@ def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
 
 
 def listed() -> Rows:
-    """Return the catalogue as a table of names and summaries."""
     return Rows(("query", "result"), [(each.name, each.summary) for each in catalogue()])
 
 

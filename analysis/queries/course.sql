@@ -1,4 +1,4 @@
--- Course of the run: reward, responses, advantages, versions, entropy, updates and mismatch, one row per step.
+-- The run over time: reward, responses, advantages, versions, entropy, updates and mismatch, one row per step.
 -- Unit: nats, tokens, updates; shares of the sequences; other columns as logged.
 -- Source: none; read the rows before and at the onset of a collapse.
 -- Meaning: start with the quantity that changes first. share_top_reward or share_top_response near 1 means that all responses get the same reward or are identical; a growing lag means sampling from older weights.

@@ -1,1 +1,1 @@
-"""Reports: the analysis of a run as one file that can be understood in a minute."""
+"""Reports: the analysis of a run in one file, readable in a minute."""

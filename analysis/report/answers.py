@@ -1,4 +1,4 @@
-"""The five questions that a report answers for a run, each with a code and a text."""
+"""Answer the five questions of a report about one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _EFFECTS = {
     "large_push": "large bias",
     "opposed": "no clear direction: without the clip the sign flips",
 }
-"""Names shown in a report for the effect of the mismatch on the objective, by code."""
 
 _SIZES = {
     "equal": "no mismatch",
@@ -40,28 +39,27 @@ _SIZES = {
     "changed": "changed during the run",
     "not_valid": "unknown until the comparison is valid",
 }
-"""Names shown in a report for the size of the mismatch, by code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to one of the five questions of a report."""
+    """One of the five answers in a report."""
 
     code: str
-    """Code of the answer; `unknown` if the trace cannot answer. validity: `valid`, or the code of the first fault. factor: the
-    code of the first finding, or `replay`. size and objective: a code of the tables above, or `in_ratio`. fall: `none`,
-    `unknown_cause`, or the code of the cause."""
+    """`unknown` if the trace cannot answer. validity: `valid`, or the first fault. factor: the first finding, or
+    `replay`. size and objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`,
+    `unknown_cause`, or the cause."""
     severity: str
-    """`good`, `notice`, `bad` or `open`."""
+    """GOOD, NOTICE, BAD or OPEN."""
     short: str
     figure: str = ""
-    """The number on which the answer is based, with its unit; empty if there is none."""
+    """The number behind the answer, with its unit; empty if there is none."""
     basis: str = ""
-    """The support for the answer: a token count, an interval or a probability."""
+    """What the answer rests on: a token count, an interval or a probability."""
     detail: str
-    """The evidence, as worded by the command that found it."""
+    """The evidence, in the words of the command that found it."""
     question: str = ""
-    """Code of the question, a key of QUESTIONS."""
+    """Key of QUESTIONS."""
     command: str = ""
 
 
@@ -164,8 +162,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias: its direction and size if the direction is certain, otherwise the size of the
-    noise."""
+    """Return the code of the net bias if its direction is certain, otherwise that of the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -237,7 +234,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""For each code of a question: the question, the function that answers it, and the command that prints the details."""
+"""By code: the question, the function that answers it, and the command that shows the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

@@ -1,4 +1,4 @@
-"""Commands and queries that a report offers to copy: they print details, or a figure's values."""
+"""Commands and queries that a report offers to copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return the command `tim-trace VERB` for the reported trace, with the report's steps, pair and baseline run."""
+    """Return `tim-trace VERB` for the reported trace, with its steps, pair and baseline run where they apply."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -27,7 +27,7 @@ def command(subject: Subject, verb: str, *options: str) -> str:
 
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
-"""Columns of the SQL macro pair_steps, by name of the series."""
+"""Columns of the SQL macro pair_steps, by series."""
 
 _OF_SEQUENCES = {
     "reward": "avg(reward) FILTER (isfinite(reward))",
@@ -49,7 +49,7 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """Return a query that computes a series by step, or a command that prints it if SQL cannot compute it."""
+    """Return a query for a series by step, or a command that prints it if SQL cannot compute it."""
     where = f" WHERE {subject.condition}" if subject.condition else ""
     if name in _STEPS:
         return (
@@ -68,7 +68,6 @@ def query_of_series(name: str, subject: Subject) -> str:
 
 
 def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
-    """Return a query that lists the values logged under a name, by step."""
     return (
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
         f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"

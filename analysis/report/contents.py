@@ -1,4 +1,4 @@
-"""The content of a report: the first screen, the charts, and the provenance of the numbers."""
+"""The content of a report: first screen, charts, and provenance."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""The report suggests a rerun to test a suspect if it caused the collapse with at least this probability."""
+"""Minimum probability of a suspect for the report to suggest a rerun that tests it."""
 _SHOWN = 12
-"""Number of leading digits of a hash that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,37 +37,37 @@ class RunSummary:
     """The first screen of a report: the verdict on one run."""
 
     headline: str
-    """The verdict in one sentence, identical to the first line that `diagnose` prints."""
+    """The verdict in one sentence: the first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
-    """Suggested next commands and advice, most useful first."""
+    """Suggested commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """Data missing from the trace, and the questions that it cannot answer without them."""
+    """Data missing from the trace, and questions left open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One contract field that affects numerical results, with its value for every pass."""
+    """A contract field that affects the numbers, with its value in every pass."""
 
     name: str
-    """Path of the field in the contract, e.g. model.attention."""
+    """Path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """Value of the field in each pass; empty if the pass's contract lacks the field."""
+    """By pass; empty if the pass's contract lacks the field."""
     differs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The software, model and settings with which a run was recorded."""
+    """Software, model and settings of a recorded run."""
 
     facts: tuple[tuple[str, str], ...]
     passes: tuple[str, ...]
-    """Names of the columns of `fields`: the passes, numbered if a pass has several contracts."""
+    """Columns of `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """Leading digits of the SHA-256 hash of each column's contract."""
+    """First digits of the SHA-256 of each column's contract."""
     fields: tuple[Field, ...]
-    """Contract fields: those that differ between passes, then the others; each group is sorted by name."""
+    """Fields that differ between passes come first; otherwise sorted by name."""
     settings: tuple[tuple[str, str], ...]
 
 
@@ -80,33 +79,32 @@ class Report(Result):
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The runs in the report: the first is analysed, the others are drawn for comparison."""
+    """The first run is analysed; the others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
-    """Values of the series that are constant throughout the first run, by name."""
+    """Value of each series that never changes in the first run."""
     mismatch: tuple[Chart, ...]
     provenance: tuple[Provenance, ...]
     made_with: str = __version__
-    """Version of tim-trace that made the report."""
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        """Return every chart of the report, in the order shown."""
+        """Every chart, in the order shown."""
         return (*self.run, *self.mismatch)
 
     @property
     def title(self) -> str:
-        """Return the name of the run and the verdict in one line."""
+        """Name of the run and verdict, in one line."""
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, which isolates its style and script from the notebook."""
+        """Put the page in an iframe, which keeps its style and script away from the notebook's."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
 def report_text(made: Report) -> str:
-    """Render the verdict: the headline, and one line per answer."""
+    """Render the headline and one line per answer."""
     verdict = made.verdicts[0]
     width = max(len(title) for title, *_ in QUESTIONS.values()) + 2
     lines = [f"{QUESTIONS[one.question][0]:<{width}}{one.short}" for one in verdict.answers]
@@ -114,7 +112,7 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    """Build a report from runs whose analyses were already computed."""
+    """Assemble a report from runs that were already analysed."""
     verdicts = (
         RunSummary(
             headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),
@@ -140,7 +138,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice: first how to fix the comparison, then how to confirm the cause of a collapse, then open questions."""
+    """List advice: how to fix the comparison, how to confirm the cause of a collapse, how to settle open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -201,7 +199,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes. Replays are left out, since their names state their changes."""
+    """Compare the contracts of the recorded passes. Replays are left out, since their names say what they change."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
@@ -217,7 +215,7 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (pass, hash, contract) for every recorded contract, with the contracts of the compared pair first."""
+    """Return (pass, hash, contract) for every recorded contract, the compared pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))

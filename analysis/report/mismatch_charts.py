@@ -1,4 +1,4 @@
-"""Charts of how the mismatch is distributed over tokens, how it affects the loss, and what would remove it."""
+"""Charts of the mismatch: where it is, how it enters the loss, and what would remove it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that are not drawn, because they neither drop tokens nor lower weights."""
+"""Corrections that neither drop tokens nor lower weights, so there is nothing to draw."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
@@ -24,7 +24,6 @@ _GROUPS = {
     "arms": "What would remove or reduce the mismatch",
     "corrections": "What would remove or reduce the mismatch",
 }
-"""Headings under which charts are shown, by prefix of the chart's key."""
 
 
 _PROFILES = {
@@ -40,11 +39,9 @@ _PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
-"""Title, axis label and note of the chart of each breakdown."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
-    """Group charts under their headings."""
     found: dict[str, list[Chart]] = {}
     for one in charts:
         heading = next(title for start, title in _GROUPS.items() if one.key.startswith(start))
@@ -53,7 +50,7 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """Return the mismatch charts for which the run has data."""
+    """Return every mismatch chart that the run has data for."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)

@@ -1,4 +1,4 @@
-"""Reports on one or several runs: the results of every analysis, as an HTML page or as figures for papers."""
+"""Report on one or several runs: every analysis, as an HTML page or as figures for papers."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def report(
 ) -> Report:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first trace; its charts also show the series of the other traces. d = logprob(a) -
-    logprob(b) of `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps`
-    (3:80, -10:, 2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot answer.
-    `output` is the HTML file to write; an existing file is replaced only with `force`. In a notebook, the result
-    displays its page; printing it prints the verdict.
+    The report is about the first trace; its charts show the other traces for comparison. d = logprob(a) - logprob(b) of
+    `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:,
+    2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot answer. `output` is the
+    HTML file to write; an existing file is replaced only with `force`. A notebook displays the page; printing the
+    report prints the verdict.
 
-    Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
-    with one page per figure and a folder of CSV files next to it, or a folder with one PDF per figure. `width` is in
-    inches, or a name that gives single figures the width of a column and the overview the width of the text: column
-    (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. `title`
-    adds a title to each figure.
+    Figures for papers: `png` and `svg` are folders, which get one picture and one CSV file per figure. `pdf` is a file
+    (NAME.pdf) with one page per figure, and its CSV files go to a folder next to it; or it is a folder, which gets one
+    PDF per figure. `width` is in inches, or a name that gives single figures the width of a column and the overview the
+    width of the text: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` must
+    be installed. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -62,7 +62,7 @@ def report(
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
     refuse(files, force)
     if pictures:
-        from .paper.figure import paper_style  # deferred, since importing matplotlib takes a second
+        from .paper.figure import paper_style  # deferred: importing matplotlib takes a second
 
         style = paper_style(width, font, title)
     subjects: list[Subject] = []
@@ -71,7 +71,7 @@ def report(
             subjects.append(read_subject(trace, names, name, None if subjects else control, steps, advance))
     made = report_of(tuple(subjects))
     if output is not None:
-        from .page.page import page  # deferred, since importing Bokeh takes a second
+        from .page.page import page  # deferred: importing Bokeh takes a second
 
         with explained(output), whole_file(local(output)) as path:
             path.write_text(page(made), encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Charts of a run by step: one per series, all with the same step axis."""
+"""Charts of a run by step: one per series, all over the same steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .subject import Subject
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
 _MOST_STEPS = 12
-"""Maximum number of steps listed in a chart's remark; further steps are only counted."""
+"""Maximum number of steps listed in a remark; the rest are only counted."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per varying series, with a line per run and replay, and marks at the first run's changes."""
+    """Chart every series that varies: one line per run and replay, with marks at changes in the first run."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -34,7 +34,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return the value of each series that is constant throughout the run, by name."""
+    """Return the value of each series that never changes, by name."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -65,7 +65,7 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
 
 
 def not_finite(steps: Sequence[int] | np.ndarray) -> str:
-    """Return a sentence on the steps with NaN or infinite values, which a chart cannot draw."""
+    """Say at which steps values are NaN or infinite, since a chart cannot draw them."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -83,7 +83,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch if it replaces pass a. On a logarithmic axis, 0 becomes NaN."""
+    """Return the mismatch with each replay in place of pass a. 0 becomes NaN on a logarithmic axis."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -111,7 +111,6 @@ def _mark(change: ChangePoint) -> Mark:
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
-    """Return the published range of k3 in healthy runs with the same dtypes, as a band."""
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
         figure
@@ -140,7 +139,7 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term in a report, with its explanation."""
+    """How a report presents a series."""
 
     title: str
     unit: str
@@ -170,7 +169,7 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""Title, unit and explanation of each series in a report, by name, in the order shown."""
+"""By name of the series, in the order shown."""
 
 EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
 
@@ -196,4 +195,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from one run: the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""For each word, the note that a report shows when the reader hovers over it."""
+"""Hover notes, by the word they explain."""

@@ -1,4 +1,4 @@
-"""The results of all analyses of one run, from which a report is made."""
+"""Run every analysis on one run, and collect the results for a report."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from ..views import open_database
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Number of progress units per run."""
+"""Progress units per run."""
 WHOLE = 30_000_000
-"""Runs with more tokens than this are read only in part."""
+"""Largest run that is read in full, in tokens."""
 MOST_TOKENS = 5_000_000
-"""Number of tokens read from a run with more than `WHOLE` tokens; a single large step may exceed it."""
+"""Number of tokens to read from a larger run; a single large step may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The results of all analyses of one run. A result that cannot be computed is None, and `unanswered` gives the reason."""
+    """Results of every analysis of one run. A result that could not be computed is None, and `unanswered` says why."""
 
     trace: str
-    """Path of the trace as given by the caller, for use in commands."""
+    """Path of the trace as the caller gave it, for suggested commands."""
     asked_steps: str
-    """The steps to report, as given by the caller."""
+    """Steps to report, as the caller gave them."""
     condition: str
-    """SQL condition that selects the steps to report; empty for all steps."""
+    """SQL condition that selects these steps; empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -63,9 +63,9 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Phrase for the steps that the objective and the corrections cover."""
+    """Which steps the objective and the corrections cover, in words."""
     arms: Mapping[str, tuple[Series, ...]]
-    """Per-step mismatch between each replay and pass b, by name of the replay."""
+    """Per-step mismatch between each replay and pass b, by replay."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -73,11 +73,11 @@ class Subject:
     evaluation: Series | None
     """The logged evaluation that `attribute` used as the outcome; None if it used the reward, or had no outcome."""
     unanswered: Mapping[str, str]
-    """Reasons why analyses could not be computed, by analysis."""
+    """Why an analysis has no result, by analysis."""
 
     @property
     def steps(self) -> np.ndarray:
-        """Return the steps of the run, [n] int64."""
+        """[n] int64 steps of the run."""
         found = next(iter(self.series.values()), None)
         return np.empty(0, np.int64) if found is None else found.steps
 
@@ -127,7 +127,6 @@ def read_subject(
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Return the steps whose tokens interest a reader most: those where a series changed or the run collapsed."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
@@ -157,8 +156,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase that describes these
-    steps."""
+    """Reduce a large run to evenly spaced steps with about `MOST_TOKENS` tokens; also return `steps_read` for them."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -170,12 +168,12 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Return a phrase for the number of a run's steps that a result covers."""
+    """Say how many of a run's steps a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many steps of average size `MOST_TOKENS` tokens fill, clamped to 10 to 200."""
+    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

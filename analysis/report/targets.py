@@ -1,4 +1,4 @@
-"""Check output paths, so that existing files are kept, and explain write errors."""
+"""Check output paths before anything is written, and explain write errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere if a path is a folder, or if it is an existing file and `force` is off."""
+    """Raise FileThere if a path is a folder, or an existing file without `force`."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -27,7 +27,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 def local(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output file.
 
-    Raises StorageError for a URL, and if the parent folder does not exist, so that a typo creates no folders.
+    Raises StorageError for a URL, and if the parent folder does not exist: a typo must not create folders.
     """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
@@ -39,7 +39,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a StorageError in place of any OSError that occurs in the `with` block."""
+    """Turn an OSError in the `with` block into a StorageError."""
     try:
         yield
     except OSError as error:

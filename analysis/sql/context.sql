@@ -1,4 +1,4 @@
--- Pairs of passes, joined with other data recorded for the same tokens.
+-- Pairs of passes, joined with other data of the same tokens.
 
 -- pair_entropies(a, b): one row per response token, with the entropy and the gap between the two most probable tokens (nats).
 -- They come from pass b, or else from pass a, or else from the `current` pass at the loss's first use of the sequence.

@@ -1,4 +1,4 @@
--- Counterfactual corrections: the recorded tokens that a rule would have kept, and their weights.
+-- Counterfactual corrections: which recorded tokens a rule would have kept, and with what weight.
 --   rho_t = exp(d) of a token, rho_seq = exp(sum of d) and rho_geo = exp(mean of d) of a sequence, d = logprob(a) - logprob(b).
 --   Exponents are clamped to +-20 nats, as in verl: exp(20) is 4.9e8.
 -- The table correction_rules has one row per rule. Zones are the intervals between the token bounds of all rules. A rule treats

@@ -1,4 +1,4 @@
--- Input rows of group_statistics.sql for whole runs. To save memory, sums are read three times rather than kept.
+-- Input rows of group_statistics.sql for whole runs. Sums are read three times rather than kept, which saves memory.
 SELECT sums.*, NULL::BIGINT AS grouped_step, peak, top_d,
        exp(top_a) * (fall_from(top_a, peak_a, mean_fall_a) - middle_a) AS off_a,
        exp(top_b) * (fall_from(top_b, peak_b, mean_fall_b) - middle_b) AS off_b

@@ -1,4 +1,4 @@
--- Sums and quantiles of a pair: stored ones if the trace has them for every sequence of the pair, otherwise computed here.
+-- Sums and quantiles of a pair: stored ones if they cover every sequence, otherwise computed here.
 -- {covered} and {run_covered} list the pairs with stored sums; the condition is constant, so DuckDB drops the unused branch.
 
 CREATE OR REPLACE MACRO is_covered(a, b) AS (a || ' ' || b) IN ({covered});

@@ -1,4 +1,4 @@
--- Steps in a range for which a pair's stored sums do not match the scores row for row, or lack quantiles or a histogram.
+-- Steps in a range whose stored sums do not match the scores row by row, or lack quantiles or a histogram.
 WITH keys AS (
     SELECT step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, {run}, {first_step}, {last_step})
 ),

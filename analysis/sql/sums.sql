@@ -19,7 +19,7 @@ CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
 
--- pair_keys(a, b, of_run, first_step, last_step): sequences with a row in both passes. Lists are not read.
+-- pair_keys(a, b, of_run, first_step, last_step): sequences with a row in both passes, without reading lists.
 CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b
@@ -48,8 +48,8 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABL
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- sums_of_tokens(a, b): the sums of sums/ computed from tokens. A token is summed if it counts in the loss and both passes have
--- a finite logprob for it; NaN and infinities are only counted.
+-- sums_of_tokens(a, b): the stored sums, computed from tokens. A token is summed if it counts in the loss and is finite
+-- in both passes; NaN and infinities are only counted.
 CREATE OR REPLACE MACRO sums_of_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (

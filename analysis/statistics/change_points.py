@@ -1,6 +1,6 @@
-"""Find the exact division of a series into straight segments with the least cost.
+"""Divide a series into straight segments at the least cost, exactly.
 
-ruptures' Pelt finds the same cuts, 7 times (60 steps) to 70 times (1,000 steps) slower.
+ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -22,13 +22,12 @@ _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Return the minimum length of a segment: 4 steps, or 2% of a long series."""
+    """Return the minimum segment length: 4 steps, or 2% of a long series."""
     return max(4, math.ceil(0.02 * n))
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that some cut reduces the sum of squares of pure noise by `gain`
-    long-run variances.
+    """Bound the probability that some cut reduces the sum of squares of pure noise by `gain` long-run variances.
 
     0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum, over all positions, of chi-square statistics with 2
     degrees of freedom; the factor comes from simulations of white noise with 20 to 1,000 steps.
@@ -38,9 +37,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: the gain with a false-positive rate of SIGNIFICANT, but
-    at least 3 ln n.
-    """
+    """Return the minimum gain of a cut, in long-run variances: significant at SIGNIFICANT, and at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -48,7 +45,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of the lines fitted to segments of a series, computed from running sums."""
+    """Residual sums of squares of lines fitted to segments of a series, from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -70,7 +67,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance.
 
     The variance is estimated after the best single cut, and again after all cuts found so far, until these no longer
-    change. A cut in a series without a change makes the variance too small; the factor 1.5 + 70 / n corrects this.
+    change. In a series without a change, cutting makes it too small, which the factor 1.5 + 70 / n corrects.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -104,7 +101,7 @@ def _best_single(lines: StretchSquares, least: int) -> int:
 
 
 def _cheapest(lines: StretchSquares, variance: float, least: int) -> list[int]:
-    """Return the cuts with the least squares / variance + penalty * cuts, by dynamic programming over the last cut."""
+    """Minimise squares / variance + penalty * cuts, by dynamic programming over the last cut."""
     n, price = lines.n, penalty(lines.n)
     cost = np.full(n + 1, np.inf)
     cost[0] = -price

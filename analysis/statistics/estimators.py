@@ -1,4 +1,4 @@
-"""Compute the statistics of a pair of passes from totals of schemas.sums: scalars, or arrays over resamples.
+"""Statistics of a pair of passes from totals of schemas.sums: scalars, or arrays over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -16,13 +16,13 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that can be added up as they are."""
+"""Columns of schemas.sums that add up as they are."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert the [N] columns of schemas.sums to [N] columns whose totals are the input of FROM_SUMS.
+    """Turn the [N] columns of schemas.sums into [N] columns whose totals FROM_SUMS needs.
 
-    To avoid cancellation, sums of ratios are divided by the largest ratio of all sequences, and sums of probabilities
+    To avoid cancellation, sums of ratios are relative to the largest ratio of all sequences, and sums of probabilities
     are centred on the median of the sequences' means. Without probabilities, the columns that need them are omitted.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
@@ -45,9 +45,10 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
-    """Return [N] differences of the sequences' mean probabilities from their median.
+    """Return the sequences' mean probabilities minus their median, [N].
 
-    In units of the largest probability, exp(top), a mean differs by expm1(peak - top) + exp(peak - top) mean_fall.
+    In units of the largest probability, exp(top), a mean differs from it by expm1(peak - top) + exp(peak - top)
+    mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
@@ -55,9 +56,8 @@ def _off(peak_N: Array, mean_fall_N: Array) -> Array:
 
 
 def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
-    """Return Pearson's correlation from totals of x, y, their squares and product, centred near the means to avoid
-    cancellation; NaN if x or y is constant, as in SQL.
-    """
+    """Return Pearson's correlation from totals of x, y, their squares and their product, centred near the means to
+    avoid cancellation; NaN if x or y is constant, as in SQL."""
     spread_x, spread_y = num * xx - x**2, num * yy - y**2
     known = (spread_x > 0) & (spread_y > 0)
     size = np.sqrt(np.where(known, spread_x, 1.0)) * np.sqrt(np.where(known, spread_y, 1.0))
@@ -82,5 +82,4 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Functions that compute the columns of `stats`, by name, from totals of `addable` columns. The formulas are those of
-sql/statistics.sql."""
+"""Columns of `stats`, by name, from totals of `addable` columns. The formulas are those of sql/statistics.sql."""

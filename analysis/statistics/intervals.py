@@ -1,8 +1,7 @@
-"""Compute confidence intervals over groups, because sequences from one prompt and tokens of one sequence are
-correlated.
+"""Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-Groups are resampled. A group is the sequences of one step with one `group_id`, or a single sequence without one.
-benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
+A group is the sequences of one step with one `group_id`, or a single sequence without one. benchmarks/coverage.py
+measures the coverage; docs/evidence/intervals.md has the table.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
 """
@@ -23,34 +22,34 @@ Statistic = Callable[[Totals], Array]
 """Maps totals of columns to a value, or to one value per resample."""
 
 SEED = 20_260_000
-"""Fixed seed: the same trace gives the same interval."""
+"""Fixed, so that the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Minimum number of groups for an interval. With fewer, a 95% Student's t interval covers the true value in 80% to 90%
-of runs if prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or infinite."""
+"""Fewer groups give no interval: a 95% Student's t interval would cover the true value in 80% to 90% of runs if prompts
+differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
 """Maximum number of resampled units. More groups are merged into units, which leaves the variance of sums unchanged."""
 
 PARTS = 20
-"""Maximum number of parts of a jackknife, each made of whole groups."""
+"""Maximum number of jackknife parts, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Within these limits, about _BEYOND resamples fall beyond each bound."""
+"""Minimum and maximum number; between these, about _BEYOND resamples fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step of the finite differences that estimate derivatives."""
+"""Relative step of finite differences."""
 
 _NOISE = 1e-9
-"""A standard error below this, relative to its terms, is rounding error; all groups are then identical."""
+"""A standard error below this, relative to its terms, is rounding error: all groups are identical."""
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample, relative to that of the run, below which the resample's groups count as identical."""
+"""A resample whose standard error, relative to the run's, is below this has identical groups."""
 
 
 _BLOCK = 1 << 15
-"""Number of influences processed at once; they fit in a core's cache."""
+"""Influences processed at once; they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
@@ -67,12 +66,12 @@ class NoInterval(StrEnum):
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
-    """Return the interval, or None if there is none."""
+    """Return the interval, or None without one."""
     return None if isinstance(found, NoInterval) else found
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group: its step and group_id, or the sequence itself without one."""
+    """Return SQL for a sequence's group: step and group_id, or the sequence itself without one."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -84,11 +83,11 @@ def bootstrap(
     """Return intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
 
     Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard
-    error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are
-    value - t * standard error at two quantiles of t. Because few groups underestimate the variance, the interval is
-    wider than the textbook's in two ways: the quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know
-    About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
-    of freedom. scipy.stats.bootstrap supports neither groups nor t.
+    error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982). The bounds are
+    value - t * standard error at two quantiles of t. Few groups underestimate the variance, so the interval is wider
+    than the textbook's in two ways: the quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know About
+    the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
+    freedom. scipy.stats.bootstrap supports neither groups nor t.
 
     `constants` are added to the totals as they are. Infinite bounds need `open_ended`; otherwise the result is CARRIED.
     """
@@ -106,7 +105,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval for the largest value; its upper bound is that value.
+    """Return an interval for the largest value, which is also its upper bound.
 
     Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """
@@ -122,7 +121,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Return the part [N] of each element; whole groups are distributed at random over at most PARTS parts."""
+    """Deal whole groups at random to at most PARTS parts; return the part of each element, [N]."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -131,10 +130,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic, given its value without each of P parts made of whole groups.
+    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW if there are fewer
-    than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW for fewer than
+    MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -176,7 +175,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the group index [N] of each element, in order of first occurrence, and the number of groups."""
+    """Number groups by first occurrence; return the number of each element's group, [N], and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -184,14 +183,11 @@ def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the resampling unit [N] of each element, and the number of groups."""
     groups_N, num_groups = numbered(unit_N)
     return groups_N % MOST_UNITS, num_groups
 
 
 class _Resampling:
-    """The resampling units of a run, and how often each resample contains each unit."""
-
     def __init__(
         self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
     ):
@@ -240,7 +236,7 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, its total, [G] deviations of units from their mean, and [R] totals of resamples."""
+        """Return a column's scale, its total, [G] deviations of units from their mean, and [R] resampled totals."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
@@ -258,7 +254,7 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """Return the [R, C] derivatives of a statistic with respect to each total."""
+        """Return derivatives with respect to each total, [R, C]."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:
@@ -270,8 +266,7 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return the [R] standard errors of the linearised statistic, given how often each resample contains each
-        unit."""
+        """Return standard errors of the linearised statistic, [R]; `counts_RG` is as returned by `_draws`."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -284,7 +279,7 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Totals that record which of them are read."""
+    """Totals that remember which of them were read."""
 
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()
@@ -302,7 +297,7 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """Return how often each resample contains each unit, [R, G], from a fixed seed."""
+    """Return how often each resample contains each unit, [R, G]."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)

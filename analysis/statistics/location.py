@@ -1,5 +1,5 @@
-"""Locate a change in a series, with a confidence interval: a jump, or the first step of a ramp, of an exponential
-approach or of a linear decline to another level.
+"""Locate a change in a series with an interval: a jump, or the onset of a ramp, an exponential approach or a
+decline.
 
 Shapes: n values of a segment with one change, P candidate positions, E candidate ends of a decline.
 """
@@ -17,16 +17,15 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""Forms of a change: a jump with a constant slope, a jump where the slope changes as well, and an exponential approach
-to another level, as when a policy collapses."""
+"""A jump at a constant slope, one with a change of slope, and an exponential approach, as when a policy collapses."""
 
 _DECAYS = (0.03, 0.1, 0.3)
-"""Time constants tried for a decay, as shares of the segment."""
+"""Time constants to try, as shares of the segment."""
 
 REACH = 7.35
 """A position is in the 95% interval if its cost exceeds the minimum by at most this, in long-run variances. It solves
-(1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset
-of a ramp, 3.84 would suffice if its form and the variance were known."""
+(1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset of
+a ramp of known form and variance, 3.84 would suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +37,21 @@ class Located:
     low: int
     high: int
     kind: str
-    """`shift` or `ramp`."""
+    """SHIFT or RAMP."""
     before: float
     """Fitted value just before the change."""
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction in the sum of squares relative to a single line, in long-run variances, if slope and level may both
-    change.
-    """
+    """Drop in the sum of squares when slope and level may change, in long-run variances."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change in a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an exponential
-    approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers all forms that fit
-    about as well as the best one, because what looks like a jump in noise may be a ramp that began earlier.
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an
+    exponential approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers
+    all forms that fit about as well as the best one: in noise, a ramp that began earlier may look like a jump.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
@@ -84,19 +81,18 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return the share of an approach completed at each index, for approaches that begin at each place."""
+    """Return the completed share of an approach at each index, given where it begins."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the [P] reductions in the sum of squares when a line is extended by each column."""
+    """Return how much each column, added to a line, reduces the sum of squares, [P]."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
 
 
 def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[float, float]:
-    """Return the fitted values just before the change and at the end."""
     t = np.arange(len(values), dtype=float)
     later = t >= place
     extra = {
@@ -110,15 +106,14 @@ def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[flo
     return float(fitted[place - 1]), float(fitted[-1])
 
 
-_LARGEST_E = 12
-"""Maximum number of ends tried for a decline."""
+_MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high): the first index of a decline between two given levels, and its interval.
+    """Return (low, index, high): the first index of a decline between two given levels, and its 90% interval.
 
-    The index has the least sum of squares. The 90% interval has all indices whose sum of squares is within the F
-    quantile with 1 and N - 3 degrees of freedom.
+    The index has the least sum of squares. The interval has all indices whose sum of squares is within the F quantile
+    with 1 and N - 3 degrees of freedom.
     """
     n = len(values)
     costs = np.full(n, np.inf)
@@ -131,7 +126,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval of the first index of a decline, with levels fitted and autocorrelated noise.
+    """Return the 95% interval of the first index of a decline, for fitted levels and autocorrelated noise.
 
     `deviation` is a lower bound on the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
     """
@@ -153,6 +148,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share [E, N] of a decline that begins at `start`, for each candidate end."""
-    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
+    """Return the completed share of declines that begin at `start`, for each candidate end, [E, N]."""
+    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

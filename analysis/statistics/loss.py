@@ -1,4 +1,4 @@
-"""Compute the policy loss per term: what a ratio and an advantage add to the objective, clipping, and gradient.
+"""Terms of the policy loss: what a ratio and an advantage add to the objective, clipping, and corrections.
 
 sql/loss.sql has the same rules as macros, and replay/gradients has the loss in torch.
 
@@ -29,12 +29,12 @@ from ...schemas.loss import (
 from .estimators import Array
 
 SAFETY_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, as in the frameworks."""
+"""Log-ratios are clamped to +-20 nats before exp, as the frameworks do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds at which a loss clips the ratio, by the sign of the advantage; infinite where it does not clip.
+    """Where a loss clips the ratio, by the sign of the advantage; infinite where it does not.
 
     With a positive advantage, the ratio has no lower bound.
     """
@@ -44,7 +44,7 @@ class Bounds:
     negative_high: float = math.inf
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks A > 0."""
+        """Clip ratios by the sign of their advantage; `positive` marks A > 0."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # same bounds for both signs
             return at_most
@@ -52,8 +52,9 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """Return a loss's bounds: on the ratio in min(min(ratio, hard) A, clip(ratio) A) for ppo_clip, on the weight for
-    cispo.
+    """Return the bounds of a loss: on the weight for cispo, on the ratio for ppo_clip.
+
+    ppo_clip is min(min(ratio, hard) A, clip(ratio) A).
 
     >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
     Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)
@@ -67,7 +68,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return the terms' log-ratios [K], given the tokens' [T], which are 0 for masked tokens; `num_N` tokens count.
+    """Return the terms' log-ratios [K] from the tokens' [T], which are 0 for masked tokens; `num_N` tokens count.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -82,16 +83,14 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln of the loss's ratio, current / denominator; `log_true` is ln(current / rollout), `log_drift` ln(current
-    / train).
-    """
+    """Return ln of the loss's ratio, current / denominator, from ln(current / rollout) and ln(current / train)."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """Return exp of log-ratios after clamping them to +-20 nats.
+    """Return exp of log-ratios that are first clamped to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -144,7 +143,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return a mask that is True where the ratio is beyond the bound for the sign of its advantage.
+    """Return a mask of the ratios beyond the bound for the sign of their advantage.
 
     It is False where the loss has no bound, and for an advantage of 0. `loss_clips` is the same in SQL.
 
@@ -161,7 +160,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
     """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
 
-    Ratios beyond a bound become the bound if truncated, 0 if masked; None means no bound.
+    Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks. None means no bound.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -180,11 +179,11 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Options that the terms of a loss depend on, by kind of loss."""
+"""Fields of Loss that its terms depend on, by kind."""
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options for the macros of sql/loss.sql; its numbers stay the same, bit for bit.
+    """Return a loss as options for the macros of sql/loss.sql. Its numbers stay the same, bit for bit.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

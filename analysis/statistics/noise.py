@@ -1,4 +1,4 @@
-"""Estimate the noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
+"""Noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -18,11 +18,11 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Minimum number of values needed to tell autocorrelation from real changes."""
+"""Number of values needed to tell autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
-    """Return the values with outliers clipped at 4 robust standard deviations from the median of 7 neighbours."""
+    """Clip outliers at 4 robust standard deviations from the median of 7 neighbours."""
     if len(values) < _WINDOW + 2:
         return values
     middle = running_median(values, _WINDOW, "reflect")
@@ -34,7 +34,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
 def robust_sd(values: np.ndarray) -> float:
     """Return the standard deviation from the median absolute deviation, or the plain one if most values are equal.
 
-    scipy.stats.median_abs_deviation is nine times slower.
+    scipy.stats.median_abs_deviation takes nine times as long.
     """
     spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return spread if spread > 0 else float(np.std(values))
@@ -46,7 +46,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     It is the larger of two estimates:
 
     - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from
-    the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
+      the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
     Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
     - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes
       correlation over a few steps that a first-order autoregression misses; slower variation counts as change.
@@ -66,8 +66,8 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     """Return the long-run variance for an interval, with autocorrelation 1.5 standard errors above its estimate.
 
-    With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, so an interval from it covers the
-    true value in only 70% of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
+    With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval from it would cover
+    the true value in only 70% of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
@@ -77,7 +77,7 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def level_deviation(values: np.ndarray) -> float:
-    """Return sqrt(n) times the standard deviation of the mean of n values, not affected by changes of level and slope.
+    """Return sqrt(n) times the standard deviation of the mean of n values, unaffected by changes in level and slope.
 
     For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the
     variance of the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the
@@ -94,13 +94,13 @@ def level_deviation(values: np.ndarray) -> float:
 
 
 def without_line(values: np.ndarray) -> np.ndarray:
-    """Return the residuals of a fitted straight line. scipy.signal.detrend is six times slower."""
+    """Return the residuals of a fitted straight line. scipy.signal.detrend takes six times as long."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
 
 
 def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
-    """Return the lag-1 autocorrelation after removing a straight line, corrected for bias to first order."""
+    """At lag 1, around a straight line, corrected for bias to first order."""
     left = without_line(values)
     phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300)
     return phi + (num_fitted + 4 * phi) / len(values)
@@ -115,8 +115,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return the running median [n] over `width` values. `beyond` the ends, values are mirrored (`reflect`) or the last
-    is repeated (`edge`).
+    """Return the running median, [n]. Ends are mirrored (`reflect`), or padded with the last value (`edge`).
 
     For an even width, scipy's median filters take the upper of the two middle values.
     """

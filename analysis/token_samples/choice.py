@@ -1,6 +1,6 @@
-"""Choose the steps to search and the sequences to show, and describe this choice.
+"""Choose which steps to search and which sequences to show, and describe the choice.
 
-In a small run, all steps are searched; in a large one, only some. Shapes: N sequences, ordered by step and name.
+A small run is searched whole. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
 WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
-"""Reasons for choosing a sequence."""
+"""Why a sequence was chosen."""
 
 PROMPT_TOKENS = 400
-"""Maximum number of prompt tokens shown; the last ones are kept."""
+"""Maximum number of prompt tokens shown, from the end of the prompt."""
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum number of response tokens searched; a run with fewer is searched whole."""
+"""Minimum number of response tokens to search; a run with fewer is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens to search if the trace stores the pair's sums, in which case no tokens need to be read."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, so that tokens need not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +38,33 @@ class LookedAt:
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Searched steps that are evenly spaced over the run; all steps if all are searched."""
+    """Those that are evenly spaced over the run; all of them if the run is searched whole."""
     notable: tuple[int, ...]
-    """Requested steps, most notable first."""
+    """Those that were asked for, most notable first."""
     worst: frozenset[int]
-    """Steps with the sequences that have the largest |d|."""
+    """Those added for the sequences with the largest |d|."""
     num_tokens: int
     num_steps: int
-    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` are for the whole run, too."""
+    """In the whole run, like `num_sequences` and `num_run_tokens`."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
-    """True if all of the worst sequences are in searched steps."""
+    """True if every one of the worst sequences is in a searched step."""
 
     @property
     def is_all(self) -> bool:
-        """Return True if every step of the run is searched."""
+        """True if every step of the run is searched."""
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps for which the worst sequences are shown: notable ones, then evenly spaced ones."""
+        """Return up to `most` steps whose worst sequences are shown: notable ones, then evenly spaced ones."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, and evenly spaced
-    ones."""
+    """Choose the steps to search: notable, with the `worst` sequences (if sums are stored), and evenly spaced."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -96,7 +95,6 @@ _STEPS = """
 
 
 def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
-    """Return the steps of the `most` sequences with the largest |d|, worst first."""
     query = f"""
         SELECT step FROM sequence_sums
         WHERE run = {quoted(run)} AND pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}
@@ -108,25 +106,25 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """The mismatch of every sequence with response tokens, whether or not they can be compared."""
+    """The mismatch of every sequence with response tokens, comparable or not."""
 
     steps: np.ndarray
     """[N]"""
     seq_ids: list[str]
     """[N]"""
     lengths: np.ndarray
-    """[N] number of response tokens."""
+    """[N] response tokens."""
     prompt_lengths: np.ndarray
-    """[N] number of prompt tokens; 0 if not recorded."""
+    """[N] prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] number of tokens that count in the loss and have finite logprobs in both passes."""
+    """[N] tokens that count in the loss and have finite logprobs in both passes."""
     sum_abs_d: np.ndarray
-    """[N] sum of |d|, nats; 0 if no token can be compared. `max_abs_d` has the same shape and unit."""
+    """[N] nats, like `max_abs_d`; 0 if no token can be compared."""
     max_abs_d: np.ndarray
 
     @property
     def mean_abs_d(self) -> np.ndarray:
-        """[N] mean |d| of each sequence, nats."""
+        """[N] nats."""
         return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
 
 
@@ -143,9 +141,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, otherwise from
-    tokens.
-    """
+    """Read the mismatch of every sequence in some steps, from stored sums or else from tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()
@@ -160,14 +156,14 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Limits on the sequences and tokens to show."""
+    """Limits on what is shown."""
 
     worst: int = 24
     random: int = 16
     typical: int = 8
     per_step: int = 1
     max_steps: int = 200
-    """Maximum number of steps for which the worst sequences are shown."""
+    """Maximum number of steps whose worst sequences are shown."""
     max_tokens: int = 200_000
     """Maximum number of tokens shown in total, prompts included."""
     max_sequence_tokens: int = 2_000
@@ -179,13 +175,13 @@ class Choice:
     """The sequences to show, in order."""
 
     why: dict[int, tuple[str, ...]]
-    """Reasons why each sequence was chosen, by its index in SequenceMismatch."""
+    """Why each sequence was chosen, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
-    """Number of sequences omitted to stay within max_tokens, by the first reason for which each was chosen."""
+    """Number of sequences omitted to stay within max_tokens, by the first reason to choose them."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
-    """Choose sequences, worst first, and omit whole ones from the end to stay within the token limit."""
+    """Choose sequences, worst first, and skip those that would exceed the token limit."""
     compared = np.flatnonzero(gaps.num_compared > 0)
     evenly = np.isin(gaps.steps, [*looked.spread])
     worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
@@ -213,13 +209,13 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """Return the rows, ordered by the distance of their mean |d| from the median over all rows."""
+    """Sort rows by the distance of their mean |d| from the median."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    """Return `num` rows with the smallest hash of step and name, so that every call chooses the same ones."""
+    """Return the rows with the smallest hash of step and name, which are the same in every call."""
     if not num:
         return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
@@ -228,7 +224,7 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the worst rows of each step: notable steps first, then the others in order."""
+    """Return the worst rows of each step, notable steps first."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -242,7 +238,7 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
 def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """Return a text that describes the chosen sequences; `lacking` names the passes of the pair without logprobs."""
+    """Describe the chosen sequences; `lacking` names passes of the pair without logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
@@ -273,7 +269,6 @@ def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
 def _sorts(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> Iterable[str]:
-    """Yield one sentence for each kind of sequence shown."""
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
     searched = "all steps" if looked.is_all else "the searched steps"
     evenly = "all steps" if looked.is_all else "the evenly spaced steps"

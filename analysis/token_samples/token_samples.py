@@ -1,4 +1,4 @@
-"""Read chosen sequences of a trace, token by token: the worst, typical and random ones, and the worst of each step.
+"""Read chosen sequences token by token: the worst, typical and random ones, and the worst of each step.
 
 Shapes: T response tokens shown of one sequence, R tokens in its response.
 """
@@ -32,7 +32,7 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum number of whole sequences held in memory."""
+"""Maximum number of whole sequences in memory."""
 
 
 def read_chosen(
@@ -84,8 +84,6 @@ def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
 
 
 class _Response:
-    """A sequence, with arrays over its whole response."""
-
     def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
         self.row = row
         self.ids_R = array_of(row["response_ids"])
@@ -101,7 +99,7 @@ class _Response:
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
 
     def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
-        """Return the sequence cut to at most `most` response tokens around the largest |d|."""
+        """Cut the sequence to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -118,7 +116,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return d as float64 [R], nats; NaN where the token does not count or a logprob is missing or not finite."""
+        """[R] float64, nats; NaN where the token does not count, or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -127,14 +125,14 @@ class _Response:
 
 
 def _first(d_R: np.ndarray, most: int) -> int:
-    """Return the index of the first token to show, which puts the largest |d| in the middle."""
+    """Return the index of the first token to show, so that the largest |d| is in the middle."""
     if len(d_R) <= most or not np.isfinite(d_R).any():
         return 0
     return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the float32 logprobs [R], NaN where missing, and the state [R] of each value."""
+    """Return the values as float32 [R], NaN where missing, and the state of each, [R]."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -147,8 +145,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return an [R] bool mask that is True for tokens that count: all if there is no mask, none beyond the end of a
-    short mask."""
+    """Without a mask, all tokens count; beyond the end of a short mask, none does."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -176,10 +173,10 @@ def read_token_samples(
 ) -> TokenSamples:
     """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), nats.
 
-    The worst sequences have the largest |d| of one token, the typical ones a mean |d| closest to the median, and the random
-    ones are the same in every call; the worst of every step are added. In a large run only some steps are searched (see
-    choice.look_at), `notable` steps first. Whole sequences are omitted to limit the number of tokens shown, and long
-    responses are cut to a window around their worst token. `choice` of the result describes all of this with numbers.
+    The worst sequences have the largest |d| of one token, the typical ones a mean |d| closest to the median, and the
+    random ones are the same in every call; the worst of every step are added. In a large run only some steps are
+    searched (see choice.look_at), `notable` ones first. Whole sequences are omitted to limit the number of tokens
+    shown, and long responses are cut to a window around their worst token. `choice` in the result gives the numbers.
 
     If the trace has only one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
     """
@@ -203,43 +200,43 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""States of a token's logprob in a pass: a number; NULL, or no row of scores; NaN; an infinity."""
+"""State of a token's logprob in a pass: a number; NULL, or no row of scores; NaN; an infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats. Sums are over all response tokens that count in the loss and have
-    finite logprobs in both passes. Scores are those of the first inner iteration. Texts were made `visible`, but they
-    are not escaped for HTML.
+    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count in the loss and have finite
+    logprobs in both passes. Scores are those of the first inner iteration. Texts are `visible`, but not escaped for
+    HTML.
     """
 
     step: int
     seq_id: str
     group_id: str | None
-    """Group of the sequences of one prompt; None if not recorded."""
+    """Shared by the sequences of one prompt; None if not recorded."""
     why: tuple[str, ...]
-    """Why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
+    """Of WORST, TYPICAL, RANDOM and WORST_OF_STEP."""
     num_tokens: int
-    """Number of tokens in the whole response."""
+    """In the whole response."""
     first_token: int
     """Index in the response of the first token shown."""
     reward: float | None
     advantage: float | None
-    """Advantage of the whole response; None if not recorded, or recorded per token."""
+    """Of the whole response; None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Number of optimizer updates behind the sampling weights; None if not recorded."""
+    """Optimizer updates behind the sampling weights; None if not recorded."""
     finish_reason: str | None
-    """Why the engine ended the response, such as `stop` or `length`; None if not recorded."""
+    """Why the engine stopped, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """Sum of d, nats; like `mean_abs_d` and `max_abs_d`, None if no token can be compared."""
+    """Nats; None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
-    """(token id, text) of each of the last prompt tokens."""
+    """(token id, text) of the last prompt tokens."""
     num_prompt_tokens: int | None
-    """Number of tokens in the whole prompt; None if not recorded."""
+    """In the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
@@ -248,11 +245,11 @@ class TokenSample:
     state: Mapping[str, np.ndarray]
     """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
-    """[T] bool: True if the loss counts the token; False for tool output and masked parts."""
+    """[T] bool: the loss counts the token; False for tool output and masked parts."""
     advantages: np.ndarray | None
-    """[T] float32 if advantages were recorded per token; None otherwise, see `advantage`."""
+    """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b, or else from pass a; NaN if missing; None if neither pass has entropies."""
+    """[T] float32, nats, from pass b or else pass a; NaN if missing, None if neither pass has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +257,10 @@ class TokenSamples:
     """Chosen sequences of one run."""
 
     sequences: tuple[TokenSample, ...]
-    """The chosen sequences: worst, typical and random ones, then the worst of each step."""
+    """Worst, typical and random ones, then the worst of each step."""
     choice: str
-    """Text that says how many steps and sequences were searched, and what the reasons in `why` mean."""
+    """What was searched, and what the reasons in `why` mean, in sentences."""
     text_from: str
-    """Sentence that names the tokenizer of the texts, or says why only ids are shown."""
+    """A sentence that names the tokenizer, or says why only ids are shown."""
     passes: tuple[str, ...]
-    """Passes with logprobs; those of the pair come first."""
+    """Passes with logprobs, those of the pair first."""

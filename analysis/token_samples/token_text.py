@@ -1,6 +1,6 @@
 """Decode token ids with the tokenizer of the trace, and make invisible characters visible.
 
-Only its vocabulary is read, as data. The tokenizer is never built, so no untrusted regular expression runs.
+Only the vocabulary is read, as data. The tokenizer is never built, so no untrusted regular expression runs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement in it; they keep an untrusted decoder from making huge texts."""
+"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot make huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return a dict that maps byte-level BPE characters to bytes, the inverse of bytes_to_unicode in GPT-2's
-    encoder.py.
+    """Map the characters of byte-level BPE to bytes: the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable Latin-1 bytes stand for themselves, the others for U+0100 and up.
+    Printable Latin-1 bytes are their own characters; the others are U+0100 and up.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -40,21 +39,20 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The settings of a tokenizer's decoder that matter for single tokens."""
+    """What a tokenizer's decoder does to single tokens."""
 
     byte_level: bool = False
-    """True if each character stands for a byte (GPT-2, Qwen, Llama 3)."""
+    """Each character stands for a byte (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
-    """True if a piece such as <0xE2> stands for a byte (SentencePiece)."""
+    """A piece such as <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(old, new) replacements in order, such as a space for a metaspace or an end-of-word mark."""
+    """(old, new), applied in order, such as a metaspace or an end-of-word mark and a space."""
     prefix: str | None = None
-    """Prefix of pieces that continue a word (WordPiece); None without one."""
+    """Marks a piece that continues a word (WordPiece)."""
     spaced: bool = False
-    """True if every piece is a word of its own, as in a tokenizer without a decoder."""
+    """Every piece is a word of its own, as in a tokenizer without a decoder."""
 
     def text(self, piece: str) -> str:
-        """Return the text of a vocabulary entry."""
         if self.byte_level:
             return of_bytes(b"".join(_bytes(char) for char in piece))
         if self.byte_fallback and (found := _BYTE.fullmatch(piece)):
@@ -67,7 +65,7 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Return the decoder of a tokenizer.json; with None, tokens are joined with spaces.
+    """Read the decoder of a tokenizer.json; without one, tokens are joined with spaces.
 
     Raises KeyError, TypeError, ValueError or AttributeError for anything else.
     """
@@ -96,7 +94,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Return the byte of a character of the byte alphabet, or the UTF-8 encoding of any other character."""
+    """Characters outside the byte alphabet are encoded as UTF-8."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 
@@ -118,9 +116,9 @@ def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of a tokenizer.json, in bytes; several times that of the largest known file."""
+"""Maximum size of a tokenizer.json: several times that of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum number of characters to show for one token."""
+"""Maximum number of characters shown for one token."""
 
 
 class _Added(msgspec.Struct):
@@ -130,7 +128,7 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Ids by piece; for Unigram, (piece, log-probability) pairs in the order of ids."""
+    """Ids by piece; for Unigram, (piece, log-probability) in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -145,7 +143,7 @@ class Vocabulary:
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Contents of added tokens, by id; they need no decoding."""
+    """By id; they need no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -177,11 +175,11 @@ class TokenText:
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
         self.told = told
-        """Sentence that names the tokenizer, or says why only ids are shown."""
+        """A sentence that names the tokenizer, or says why only ids are shown."""
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; an id that the vocabulary lacks is shown in angle brackets."""
+        """Return the text of each token; an id missing from the vocabulary is shown in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -199,7 +197,7 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """Read the tokenizer of a local or remote trace; if it is missing or unreadable, tokens are shown as ids."""
+    """Read the tokenizer of a trace. If it is missing or unreadable, tokens are shown as ids."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):
@@ -213,7 +211,7 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """Read tokenizer.json, and compare it with the recorded checksum if there is one. Raises ValueError."""
+    """Raises ValueError if the file is too large, or if its checksum is not the recorded one."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
@@ -235,20 +233,20 @@ def _name(source: Source, vocabulary: Vocabulary) -> str:
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Marks for white space; the mark for a newline is followed by the line break."""
+"""Marks for white space; a newline's mark is followed by the line break."""
 
 MOST_MARKS = 4
-"""Maximum number of combining marks in a row; more would overlap other lines."""
+"""Combining marks shown in a row; more would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
 """Unicode categories: control, format (bidi marks, zero-width), surrogate, private, unassigned; spaces and separators."""
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-"""Blank characters of other categories: joiners, fillers, vowels without a glyph, selectors."""
+"""Blank characters in other categories: joiners, fillers, vowels without a glyph, selectors."""
 
 
 def visible(text: str) -> str:
-    """Return a token's text with every character visible; line breaks stay.
+    """Make every character of a token's text visible; line breaks stay.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
     odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.

@@ -1,6 +1,4 @@
-"""Report which optional columns and passes of a trace have values; read its hyperparameters, contracts and training
-attempts; parse the names of a pair of passes, and explain why they cannot be compared.
-"""
+"""What a trace holds: optional columns, passes, hyperparameters, contracts and training attempts."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ class OptionalColumns:
 
     mask: bool
     advantage: bool
-    """True if the trace has one advantage per response."""
+    """True if there is an advantage per response."""
     advantages: bool
-    """True if the trace has one advantage per token."""
+    """True if there is an advantage per token."""
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    """Return which optional columns of `sequences` have a value, in one run, or in any if `run` is None."""
+    """Return which optional columns have a value, in one run or in any."""
     return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
@@ -41,7 +39,7 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes (all, or those in `of`) with a value in a column of scores; `first_use` reads iteration 0."""
+    """Return the passes (all, or those in `of`) with values in a column of scores; `first_use` reads iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -55,7 +53,7 @@ def scored_passes(database: Database) -> list[str]:
 def _has(
     database: Database, table: str, column: str, run: str | None, pass_name: str | None = None, first_use: bool = False
 ) -> bool:
-    """Return True if a selected row has a value in a column; the query stops at the first such row."""
+    """The query stops at the first row with a value."""
     terms = [f"{column} IS NOT NULL"]
     if run is not None:
         terms.append(f"run = {quoted(run)}")
@@ -89,14 +87,13 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return hyperparameters, numbers or texts, by name without prefix; the last value if there are several. If `run`
-    is None, all open runs are read."""
+    """Return the hyperparameters of a run, or of all open runs, by name without prefix. The last value counts."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
 def parse_pair(text: str) -> Pair:
-    """Return the two pass names in `a:b`."""
+    """Return the two passes in `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
@@ -104,13 +101,13 @@ def parse_pair(text: str) -> Pair:
 
 
 def num_scored(database: Database) -> dict[str, int]:
-    """Return the number of score rows with logprobs by pass, for passes that have any."""
+    """Return the number of score rows with logprobs, by pass."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
-    """Return a message that says which pass is missing, and what can be compared instead."""
+    """Say which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
@@ -129,7 +126,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """Return advice to replay the engine's tokens; empty unless one trace has tokens and only rollout scores."""
+    """Suggest replaying the engine's tokens; empty unless one trace has tokens and only rollout scores."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -147,7 +144,7 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """Return the note on missing logprobs in a pass's contract, in parentheses; empty if there is none."""
+    """Return a contract's note on missing logprobs, in parentheses; empty if there is none."""
     for name in passes:
         rows = database.connection.execute(
             "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
@@ -169,21 +166,18 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """For each pass of a sampled replay, return how many sequences it covers, and how many `train` has in the same
-    steps. Replays of all sequences are omitted.
-    """
+    """For each sampled replay pass, return how many sequences it covers and how many `train` has in the same steps."""
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}
 
 
 def sample_sentence(number: int, total: int) -> str:
-    """Return a phrase that says how many sequences a pass sampled in its steps."""
     return f"a sample: {number:,} of {total:,} sequences in its steps"
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:
-    """Warn if one of the compared passes covers only a sample of the sequences."""
+    """Warn if a compared pass covers only a sample of the sequences."""
     asked = {name for name in names if name.startswith(REPLAY_PREFIX)}
     if asked:
         found = sampled_passes(database)
@@ -202,7 +196,7 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Number of sequences in steps that a later attempt repeated; SQL views exclude these sequences."""
+    """Sequences in steps that a later attempt repeated; SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
     """Steps that a later attempt repeated, as (first, last) ranges."""
 
@@ -219,7 +213,7 @@ _ATTEMPTS = """
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """Return the training attempts of a trace, if there are several."""
+    """Return the training attempts of a resumed run; empty if there is only one."""
     if not database.sources[0].newest:
         return ()
     rows = database.ask(_ATTEMPTS).dicts()
@@ -227,7 +221,7 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
 
 
 def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (first, last) of each range of sorted steps.
+    """Return (first, last) of each run of consecutive steps.
 
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))

@@ -1,4 +1,4 @@
-"""Connect to DuckDB, and translate its errors about trace files into errors of tim-trace that name the file."""
+"""Connect to DuckDB, and turn its errors about trace files into tim-trace errors that name the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 _most: list[int] = []
-"""The thread limit set by `limit_threads`; empty without a limit."""
 
 
 def limit_threads(most: int) -> None:
@@ -30,12 +29,12 @@ def limit_threads(most: int) -> None:
 
 
 def num_threads() -> int:
-    """Return the number of threads that read: the number of CPU cores, or the limit if that is lower."""
+    """Return the number of CPU cores, or the limit if that is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield a function's results in the order of the items, with only a few items submitted ahead."""
+    """Yield results in the order of the items, submitting only a few items ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -57,7 +56,7 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""DuckDB errors that come from the query itself or its interruption, never from a trace file."""
+"""DuckDB errors that come from the query or its interruption, never from a trace file."""
 
 
 def _nothing() -> None: ...
@@ -65,9 +64,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as an error of its own, even while it reads files through
-    Python.
-    """
+    """Raise KeyboardInterrupt on Ctrl-C. DuckDB has its own error for it, even while it reads files through Python."""
     try:
         yield
     except Exception as error:
@@ -88,15 +85,15 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries; attributes not defined here are DuckDB's."""
+    """A DuckDB connection for tim-trace's own queries. Attributes not defined here are DuckDB's."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Function that defines the macros named in a query, given the words of the query."""
+        """Defines the macros that a query names, given its words."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Function that selects the files for a query, and returns a function that selects them again."""
+        """Selects the files for a query; the function that it returns selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -108,27 +105,25 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """Return the result of a query, whose rows are computed when they are fetched."""
+        """Return a query's result; its rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Yield the rows of a query in batches, which all threads compute ahead."""
+        """Yield a query's rows in batches that all threads compute ahead."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let DuckDB use all threads that this process may use for the next queries."""
+        """Let the next queries use all threads that this process may use."""
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield a function's results for batches of rows, computed by one or more threads other than the one that
-        reads.
-        """
+        """Apply a function to batches of rows in threads, reading ahead; to one empty batch if there are no rows."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -140,7 +135,7 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise tim-trace errors in place of DuckDB errors caused by trace files."""
+        """Turn DuckDB errors caused by trace files into tim-trace errors."""
         try:
             with interruptible():
                 yield
@@ -158,14 +153,12 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections at exit; DuckDB's threads read through Python, and would abort the process."""
+    """Without this, DuckDB's threads, which read through Python, would abort the process at exit."""
     for connection in list(_open):
         connection.close()
 
 
 class Result:
-    """The result of a query."""
-
     def __init__(self, raw: Any, connection: Connection, choose_again: Callable[[], None] = _nothing):
         self._raw, self._connection, self._choose_again = raw, connection, choose_again
 

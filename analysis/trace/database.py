@@ -31,7 +31,6 @@ Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between two checks of a running query's progress."""
 
 
 class Database:
@@ -43,16 +42,16 @@ class Database:
     ):  # fmt: skip
         """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        `traces` is one or more paths; or one or more Sources, which have already been examined and may have had files
-        removed; or a Database, whose sources are opened through a new connection. The views have the `steps` of each
-        trace, as parsed by parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster
-        whose actors share the reading of all tokens; see `spread`. Without a `catalogue`, only the macros of this
-        folder are available; `views.open_database` adds those of every feature.
+        `traces` is one or more paths; or one or more Sources, which were examined before and may have had files
+        removed; or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
+        hyperparameters of earlier steps stay. `ray` is the address of a Ray cluster whose actors share the reading of
+        tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available; `views.open_database`
+        adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
         self.given: tuple[str, ...]
-        """The traces as the user gave them, for suggested commands."""
+        """The traces as the user named them, for suggested commands."""
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
@@ -67,16 +66,16 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error of a Python function called by a query; DuckDB keeps only its text."""
+        """Each returns the error of a Python function that a query called; DuckDB keeps only its text."""
         self._defined: set[str] = set()
         self.steps = steps
-        """The requested steps, as given."""
+        """The steps as requested."""
         self.kept_steps: dict[str, list[int]] = {}
-        """Steps in the views, by run; empty if the views have all steps."""
+        """Steps in the views, by run; empty for all steps."""
         self.memory: dict[Any, Any] = {}
-        """Results of functions decorated with `cached`."""
+        """Results of `cached` functions."""
         self.progress: Progress = no_progress
-        """Progress callback, called with the number of tokens read; see `telling`."""
+        """Receives the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # the files of a trace never change
@@ -89,13 +88,12 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # the code that examined the sources has already warned
+        if self.damaged and not looked_at:  # whoever examined the sources has already warned
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report to `progress` what is read inside the context; a `cached` result is reported only to its first
-        caller."""
+        """Report reads inside the context to `progress`. A `cached` result is reported only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -104,7 +102,7 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Report the progress of the query run inside the context, in percent, as DuckDB estimates it."""
+        """Report the progress of a query inside the context, in percent, as DuckDB estimates it."""
         if self.progress is no_progress:
             yield
             return
@@ -131,7 +129,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence for each part of the traces that is unreadable or missing, and excluded from all results."""
+        """One sentence per unreadable or missing part of the traces, which all results exclude."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -144,7 +142,7 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query needs, found by its words, unless they are already defined."""
+        """Define the macros and views that a query names, unless they are already defined."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
@@ -156,7 +154,7 @@ class Database:
                     file.define(self)
 
     def of_steps(self, steps: str) -> Database:
-        """Return the same traces with other steps, as parsed by parse_steps; this database if its steps are the same."""
+        """Return the same traces with other steps; this database if the steps are the same."""
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
@@ -167,24 +165,21 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps again, of all traces or of one, to use sums stored in the meantime."""
+        """Open the same steps again, of all traces or of one, to use sums stored since."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences, given by run, step and seq_id, from the views; later sums are not stored in the traces.
-
-        Another call replaces the excluded sequences.
-        """
+        """Exclude sequences (run, step, seq_id), in place of those excluded before. Later sums are not stored."""
         self.views.leave_out(sequences)
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
+        """Limit sequences and scores to some steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums, of every sequence or every run, in place of those stored in the traces."""
+        """Use a pair's computed sums, of every sequence or every run, in place of the stored ones."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -202,7 +197,7 @@ class Database:
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return the rows of a query, which are bitwise the same in every call.
+        """Return the rows of a query, bitwise the same in every call.
 
         Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """
@@ -212,13 +207,12 @@ class Database:
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
-        """Return the damage in the traces that caused a DuckDB error; None if it had another cause."""
+        """Return the damage that caused a DuckDB error; None if it had another cause."""
         if self.files.error is not None:
             return self.files.error
         return None if _is_of_function(error) else _unreadable(self.sources, error)
 
     def _explained(self, error: Exception) -> TimTraceError:
-        """Return the error to raise when a query of tim-trace fails in DuckDB."""
         if self.files.error is None:
             for found in self.function_errors:
                 if (of_function := found()) is not None:
@@ -249,7 +243,7 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    """Return the files of macros over tables and sums, which every feature needs."""
+    """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
@@ -265,7 +259,7 @@ def core_files() -> list[MacroFile[Database]]:
 
 @cache
 def core_catalogue() -> Catalogue[Database]:
-    """Return the macro catalogue of a database opened without any feature."""
+    """Return the catalogue of a database that was opened without any feature."""
     return Catalogue(core_files())
 
 
@@ -277,12 +271,12 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if the error came from a Python function that a query called, not from a file."""
+    """True if the error came from a Python function that the query called, not from a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Return an error that names the first file that cannot be read, although its checksums match."""
+    """Find the first file that cannot be read although its checksums match."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

@@ -1,8 +1,8 @@
 """Tables with very many files: find the files that a query needs from its plan, before reading any of them.
 
 Writers record the steps and the number of rows of each file. A query is first planned over placeholder files without
-rows or statistics, so that the conditions on `step` in its plan come from the query alone. Then it is run over the
-files that can have matching rows.
+rows or statistics, so that conditions on `step` in its plan can only come from the query. It then runs over the files
+that can have matching rows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ...tracer.snapshot import TableFile
 from .connection import Parameters
 
 MANY_FILES = 256
-"""Number of files above which a table is large."""
+"""A table with more files than this is large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
 _DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
-"""Matches statements that read no more than the column names and types of a table."""
+"""Statements that need no more than a table's column names and types."""
 _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
 Steps = tuple[float, float]
-"""First and last step, inclusive; infinite without a bound."""
+"""First and last step, inclusive; infinite if unbounded."""
 _ALL: Steps = (float("-inf"), float("inf"))
 
 
@@ -43,19 +43,19 @@ class _LargeTable:
     view: str
     pattern: str
     columns: str
-    """SQL expressions that read the columns from the files."""
+    """SQL expressions that read the columns from files."""
     files: Sequence[TableFile]
     folder: str
-    """Folder before the files' paths in the names that TraceFiles uses."""
+    """Precedes the files' paths in the names that TraceFiles uses."""
     no_columns: str = ""
-    """SQL expressions for the same columns as NULLs of their types, which read no file."""
+    """The same columns as NULLs of their types, which read no file."""
 
     @property
     def marker(self) -> str:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the files that may have rows of the given steps, including those without recorded steps."""
+        """Return the files that may have the given steps; files without recorded steps always may."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -68,14 +68,12 @@ class FileChoice:
     """The files of large tables that a query needs."""
 
     names: dict[str, list[str]]
-    """Files to read for each pattern of file names."""
+    """Files to read, by pattern of file names."""
     counted: frozenset[str] = frozenset()
-    """Views whose number of rows the query needs, but none of their columns."""
+    """Views of which the query needs the number of rows, but no column."""
 
 
 class LargeTables:
-    """The large tables of a database."""
-
     def __init__(self, connection: duckdb.DuckDBPyConnection, files: TraceFiles):
         self._connection, self._files = connection, files
         self._tables: list[_LargeTable] = []
@@ -84,8 +82,8 @@ class LargeTables:
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
         """Define a view of a large table; its files are read only when a query needs them.
 
-        `columns` are the SQL expressions for the columns, `schema` is the files' schema, and `folder` precedes their
-        paths in the names that TraceFiles uses.
+        `columns` are SQL expressions, `schema` is the files' schema, and `folder` precedes their paths in the names
+        that TraceFiles uses.
         """
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
@@ -105,7 +103,7 @@ class LargeTables:
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Select the files that the next query needs, and return them; None if it reads no large table."""
+        """Select the files that the next query needs, and return them; None for a statement that reads no rows."""
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)
@@ -116,7 +114,7 @@ class LargeTables:
         return choice
 
     def take(self, choice: FileChoice) -> None:
-        """Select the files that the next query reads."""
+        """Make the next query read these files."""
         if choice.counted != self._counted:
             self._counted = choice.counted
             for table in self._tables:
@@ -130,7 +128,7 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """Return the files that a query needs; None if its plan does not show them."""
+        """Return the files that a query needs according to its plan; None if it cannot be planned."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")
@@ -139,7 +137,7 @@ class LargeTables:
             ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
             scans = list(_scans(json.loads(plan)))
             asked = self._files.num_asked - before
-        except (duckdb.Error, ValueError):  # the query is invalid, and raises the error when it is run
+        except (duckdb.Error, ValueError):  # running the query raises the error
             return None
         finally:
             for table in self._tables:
@@ -167,17 +165,13 @@ class LargeTables:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """A scan of files in a query plan."""
-
     columns: list[str]
     conditions: list[str]
 
     @property
     def steps(self) -> Steps:
-        """The range of steps that rows of the scan can have."""
-        if any(
-            condition.count("'") % 2 for condition in self.conditions
-        ):  # DuckDB joins several conditions with line breaks
+        """Range of steps that rows of the scan can have."""
+        if any(condition.count("'") % 2 for condition in self.conditions):  # a text was split at a line break
             return _ALL
         first, last = _ALL
         for condition in self.conditions:
@@ -225,5 +219,5 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """Return the entries of a query plan as a list; DuckDB gives a single entry as a plain string."""
+    """Return plan entries as a list; DuckDB gives a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -1,4 +1,4 @@
-"""Catalogue the SQL macros: the names that each file defines, and the order of files; write SQL literals and types."""
+"""Find the SQL files that define the macros of a query, and write SQL literals and types."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words of queries that list tables, views or macros; all listed files are defined before such a query."""
+"""Words of queries that list tables, views or macros; every listed file is defined before such a query."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """An SQL file with the macros and views of a feature."""
+    """An SQL file with the macros and views of one feature."""
 
     name: str
     sql: str
-    """The SQL text, from which the names that the file defines and uses are read."""
+    """Also searched for the names that the file defines and calls."""
     register: Callable[[Owner], object] | None = None
-    """Function that registers the `functions` with a database before the SQL is run."""
+    """Adds `functions` to a database before the SQL runs."""
     define: Callable[[Owner], object] | None = None
-    """Function that defines the macros, in place of running the SQL as it is."""
+    """Defines the macros, if running the SQL as it is does not."""
     functions: tuple[str, ...] = ()
-    """Names of the Python functions and tables registered by `register` or `define`."""
+    """Python functions and tables that `register` or `define` adds."""
     is_listed: bool = True
-    """True if queries that list macros include those of this file."""
+    """False hides the macros from queries that list macros."""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names that the file defines, in lower case."""
+        """Names that the file defines, in lower case."""
         return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
 
     @cached_property
     def calls(self) -> frozenset[str]:
-        """The names that the SQL calls or selects from, in lower case."""
+        """Names that the SQL calls or selects from, in lower case."""
         found = _CALLED.findall(_COMMENT.sub("", self.sql).lower())
         return frozenset(called or selected for called, selected in found)
 
 
 class Catalogue(Generic[Owner]):
-    """For each name of a macro, view or function, the files that a query with this name needs."""
+    """Finds the files that define the names in a query."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -69,14 +69,14 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Return the files that define a query's macros, in the order of their dependencies, given its words."""
+        """Return the files to run before a query with these words, dependencies first."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 
 
 @cache
 def sql_file(name: str) -> str:
-    """Return the text of an SQL file of the analysis package, given its name without `.sql`."""
+    """Return the text of sql/NAME.sql."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
 
 
@@ -95,12 +95,12 @@ def quoted(text: str) -> str:
 
 
 def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return the passes of a pair as arguments of an SQL macro."""
+    """Return a pair as two arguments of an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct, given the SQL types of its fields by name.
+    """Return the SQL type of a struct with these fields.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'

@@ -1,4 +1,4 @@
-"""Compute from tokens the sums of each sequence that a pair's statistics need: the columns of schemas.sums.
+"""Compute the sums in schemas.sums, per sequence, from tokens.
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
@@ -45,9 +45,9 @@ Sizes = list[tuple[str, int, np.ndarray]]
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences in a thread's batch; several batches wait in a queue."""
+"""Maximum number of long sequences per batch; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Number of tokens in a thread's batch if sequences are short, and maximum number of sequences in the batch."""
+"""Tokens per batch if sequences are short, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -56,16 +56,16 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Logprob below which exp loses precision, as its result is near the smallest positive double."""
+"""Logprob below which exp loses precision, near the smallest positive double."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d is computed as a power series up to d^10, with a relative error of 1e-18."""
+"""|d| below which exp(d) - 1 - d is a power series up to d^10, with a relative error of 1e-18."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count in the loss and have a finite logprob in both passes, and counts of NaN and infinities."""
+    """Tokens that count in the loss and have a finite logprob in both passes."""
 
     a_T: np.ndarray
     b_T: np.ndarray
@@ -86,7 +86,7 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them while rows are read."""
+    """Yield keys, sums and |d| of the rows of a `pair_lists` query; threads compute them while rows are read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -101,12 +101,12 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Return the tokens to compare. Each argument has one list per sequence: both passes' logprobs, and masks."""
+    """Select the tokens to compare. Each argument has one list per sequence: both passes' logprobs, and masks."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
 def finite(tokens: Tokens) -> FiniteTokens:
-    """Return the tokens to compare between the passes `a` and `b`."""
+    """Select the tokens to compare between the passes `a` and `b`."""
     counted = tokens.where(tokens.counted_T)
     a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
     finite_T = np.isfinite(a_T) & np.isfinite(b_T)
@@ -122,7 +122,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return the [N] columns of schemas.sums by name; all sums are 0 for a sequence without a finite token."""
+    """Return the [N] columns of schemas.sums by name; sums are 0 for a sequence without a finite token."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -138,8 +138,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, over d = a - b, by name; `starts_B` has the first token of each
-    sequence."""
+    """Return the [B] sums in OF_DIFFERENCES, over d = a - b. A sequence begins at its index in `starts_B`."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -160,10 +159,10 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES by name: sums for means, and for squares and products around them.
+    """Return the [B] sums in OF_PROBABILITIES: for means, and for squares and products around them.
 
-    Probabilities are taken relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
-    which keeps their differences precise near 0 and near 1.
+    Probabilities are relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
+    keeps their differences precise near 0 and near 1.
     """
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
@@ -226,7 +225,6 @@ def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
 
 
 def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
-    """Return keys and sums of the sequences in rows of `pair_lists`, and |d| of their tokens."""
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
     return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
@@ -237,7 +235,7 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Return run, step and |d| for each group of successive rows of one run and step."""
+    """Return one entry for each stretch of rows of one run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)
@@ -253,7 +251,7 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
 
 
 def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
-    """Return every column as an Arrow array; the sums of sequences without a finite token are NULL."""
+    """Return every column as an Arrow array; sums are NULL for a sequence without a finite token."""
     sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}

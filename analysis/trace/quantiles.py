@@ -22,26 +22,23 @@ import numpy as np
 SHARES = (0.5, 0.95, 0.99)
 
 BITS = 9
-"""Number of mantissa bits that identify a bin."""
+"""Mantissa bits that identify a bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Maximum relative error of a quantile from a histogram: half the width of a bin divided by its lower end."""
+"""Largest relative error of a quantile from a histogram: half the width of a bin divided by its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""Minimum number of values for which counting in an array with one element per bin is faster than sorting."""
+"""From this many values on, counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
-"""Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Once this many values are gathered, equal values are stored as one value with a count."""
+"""Once more values than this are gathered, equal ones are merged into one with a count."""
 
 Cuts = tuple[float | None, ...]
-"""One quantile for each of SHARES; None if there are no values."""
+"""A quantile for each of SHARES; None without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The number of values in each bin."""
-
     bins_B: np.ndarray
     """int32 bin numbers, ascending."""
     counts_B: np.ndarray
@@ -49,7 +46,7 @@ class Histogram:
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:
-        """Return the histogram of finite, non-negative values."""
+        """Count finite, non-negative values."""
         if len(abs_d_T) > _BLOCK_TOKENS:
             starts = range(0, len(abs_d_T), _BLOCK_TOKENS)
             return merged(cls.of(abs_d_T[start : start + _BLOCK_TOKENS]) for start in starts)
@@ -68,7 +65,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return the number of values below each bin, by bin, for the bins with a rank that a quantile needs."""
+        """Return the number of values below each bin that the quantiles need, by bin."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -82,7 +79,7 @@ class Histogram:
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """Return the histogram of all values in several histograms.
+    """Add up histograms.
 
     >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
     [1, 2]
@@ -102,7 +99,7 @@ def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
 
 
 class Gathered:
-    """The values in the bins of a histogram that contain the ranks of its quantiles."""
+    """Values in those bins of a histogram into which its quantiles fall."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
@@ -111,7 +108,7 @@ class Gathered:
         self._num_kept = 0
 
     def add(self, abs_d_T: np.ndarray) -> None:
-        """Add some of the values that the histogram counts."""
+        """Keep what is needed of some of the values that the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
             values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros, which need not be stored
@@ -121,12 +118,12 @@ class Gathered:
             self.count()
 
     def count(self) -> None:
-        """Replace repeated values by one value with a count."""
+        """Merge equal values into one with a count."""
         self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
         self._num_kept = 0
 
     def take(self, other: Gathered) -> None:
-        """Add the values that another Gathered has collected for the same histogram."""
+        """Add what another Gathered kept for the same histogram."""
         for bin, parts in other._parts.items():
             self._parts[bin] += parts
             self._num_kept += sum(len(values) for values, _ in parts)
@@ -134,7 +131,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return the exact quantiles, once all values of the histogram have been added."""
+        """Return the exact quantiles. Every value of the histogram must have been added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -162,18 +159,16 @@ def quantiles(
 
 
 def linear(below: float, above: float, share: float) -> float:
-    """Interpolate between two neighbouring values as numpy.quantile does."""
+    """Interpolate as numpy.quantile does."""
     return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate between two neighbouring values with the rounding of DuckDB's quantile_cont, which rounds only
-    one of the two products before it adds them."""
+    """Interpolate as DuckDB's quantile_cont does, which rounds only one of the two products before adding them."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 
 def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values in ascending order, and how often each occurs."""
     if not parts:
         return np.zeros(0), np.zeros(0, np.int64)
     values, value_P = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)

@@ -1,4 +1,4 @@
-"""Convert lists of values per token, one list per sequence, to flat arrays and the length of each list.
+"""Turn lists of per-token values, one list per sequence, into flat arrays and list lengths.
 
 Shapes: T tokens of several sequences, concatenated; N sequences.
 """
@@ -17,10 +17,10 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Number of tokens processed at once, so that their arrays stay in a core's cache."""
+"""Tokens processed at once; their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of tokens, and each sequence's first token as an index within that range."""
+"""Range of sequences, range of their tokens, and each sequence's first token as an index into that range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class Tokens:
     """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every pass has a logprob for it; None if all do."""
+    """bool: the loss counts the token, and every pass has a logprob for it; None if this holds for all tokens."""
     advantage_N: Array | None = None
-    """Advantage of all tokens of a sequence; NaN if missing; None if it was not read."""
+    """One advantage per sequence; NaN if missing, None if not read."""
     advantage_T: Array | None = None
-    """Advantage per token; NaN if missing; None if no sequence has a list of advantages."""
+    """Advantage per token; NaN if missing, None if no sequence has a list of advantages."""
 
     @property
     def starts_N(self) -> np.ndarray:
@@ -48,7 +48,7 @@ class Tokens:
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Return some sequences with their tokens; numeric columns become float64."""
+        """Select sequences with their tokens. Numbers become float64."""
 
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
@@ -56,7 +56,7 @@ class Tokens:
         return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
-        """Return the same sequences with only some of their tokens; None keeps all."""
+        """Keep only some tokens of each sequence; None keeps all."""
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
@@ -81,11 +81,10 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Return the tokens of Arrow lists, one per sequence. A sequence ends where the shortest list of a pass ends.
+    """Flatten Arrow lists, one per sequence. A sequence ends with the shortest list of any pass.
 
-    `mask` has lists of bool: the loss counts tokens marked True, and all tokens of a sequence with an empty list.
-    `advantages` are NaN where their lists are too short. `advantage` has one value per sequence, which a list of
-    `advantages` overrides.
+    `mask` marks the tokens that the loss counts; an empty list counts them all. `advantages` has a list per sequence,
+    NaN beyond its end, which overrides the single value in `advantage`.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
@@ -120,13 +119,13 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
 
 
 def flat(lists: Any) -> tuple[Any, np.ndarray]:
-    """Return the concatenated values of lists, and the length of each list."""
+    """Return the concatenated lists, and the length of each."""
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
     return whole.flatten(), np.diff(array_of(whole.offsets)).astype(np.int64)
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Return Arrow values as an array, with NaN for NULL; unlike `to_numpy`, without the import of pandas (0.3 s)."""
+    """Convert Arrow values to numpy, NULL to NaN. `to_numpy` would import pandas, which takes 0.3 s."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -137,7 +136,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """Return a bool mask that is True for the first `kept` values of each list.
+    """Return a mask of the first `kept_N` values of each list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -147,7 +146,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return a [T] bool mask that is True where the loss counts a token; None if it counts all tokens."""
+    """Return a [T] bool mask of the tokens that the loss counts; None if it counts all."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -159,7 +158,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return the values [T] of lists, cut or padded with NaN to the given lengths."""
+    """Return the values [T] of lists that are cut, or padded with NaN, to the given lengths."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -171,8 +170,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return the advantage [T] of each token, or of its sequence if the token has none; None if no token has its
-    own."""
+    """Return [T] advantages, a token's own or else its sequence's; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

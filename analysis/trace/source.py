@@ -19,7 +19,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of stored sums; other versions are computed again. Before 2, a run could store another run's sums."""
+"""Sums stored by another edition are computed again. Before 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -32,29 +32,28 @@ RUN_OF_FOLDER = "tim_trace_run"
 
 @dataclass(slots=True, kw_only=True)
 class Source(Snapshot):
-    """A snapshot of a trace, with the sums stored in it."""
+    """A snapshot of a trace, with its stored sums."""
 
     run: str
     newest: dict[int, int] = field(default_factory=dict)
     """Last training attempt of each step; empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Valid files by kind of sums and pair."""
+    """Valid files, by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Paths of superseded files by kind and pair."""
+    """Paths of superseded files, by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
-    """Pairs whose stored sums cover all rows that can be read now."""
+    """Pairs whose stored sums cover every row that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
-    """The pairs in `covered` that have stored sums over the whole run as well."""
+    """Pairs in `covered` that have stored sums over the whole run as well."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
-        """Return the error to raise for a file that cannot be read."""
         return DamagedTrace(
             f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a copy"
         )
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments of the tables that sums are made from, as `<table>/<segment>`."""
+        """Sealed segments that sums are made from, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -73,12 +72,12 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """Return the name of a run's folder; it begins with `_`, because DuckDB reads some bare names as NULL."""
+    """Return the folder name of a run. It begins with `_`, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 def open_source(url: str, *, examined: Examined | None = None) -> Source:
-    """Examine a trace. Raises what tracer.snapshot.take_snapshot raises."""
+    """Examine a trace. Raises what take_snapshot raises."""
     snapshot = take_snapshot(Store(url), examined=examined)
     parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
     source = Source(run=snapshot.store.name, newest=newest_attempts(snapshot), **parts)
@@ -87,7 +86,7 @@ def open_source(url: str, *, examined: Examined | None = None) -> Source:
 
 
 def urls_of(traces: Traces) -> list[str]:
-    """Return the URLs of the traces as given. Raises InvalidOption if there are none."""
+    """Return the URLs of the traces, as given. Raises InvalidOption if there are none."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
         raise InvalidOption("got no trace; give one or more folders", option="traces")
@@ -95,7 +94,7 @@ def urls_of(traces: Traces) -> list[str]:
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Examine every trace; runs of the same name get numbers as suffixes."""
+    """Examine every trace. Runs with the same name get numbered suffixes."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):
@@ -114,7 +113,7 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Return, for each pair, the stored sums that cover the most segments; and the pairs whose sums cover all."""
+    """Find the stored sums that cover the most segments of each pair, and the pairs whose sums cover everything."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -149,7 +148,7 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    """Return the metadata of a file of sums: its kind, its pair, and the sealed files it was made from."""
+    """Return metadata that says what a file of sums was made from."""
     return {
         MADE_OF: json.dumps(
             {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
@@ -158,9 +157,10 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return what a file of sums says it was made from; None if an earlier release wrote it. Raises DamagedTrace.
+    """Return kind, pair, segments and file of stored sums; None if an earlier release wrote them. Raises
+    DamagedTrace.
 
-    The file name has the checksum of the footer, so the file can be verified without an entry in a manifest.
+    The file's name has the checksum of its footer, so it can be verified without an entry in a manifest.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])

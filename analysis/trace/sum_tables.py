@@ -1,4 +1,4 @@
-"""Tables of sums, stored in traces or computed since the traces were opened, and the choice between the two."""
+"""Tables of sums: stored in traces, or computed since the traces were opened."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with many rows per sequence or step; they are written to files, as they may not fit in memory."""
+"""Kinds with so many rows that they may not fit in memory, so they are written to files."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
-"""Kinds that are kept in DuckDB tables after they are computed."""
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
-"""Options of pyarrow's ParquetWriter for files of sums."""
+"""Options of pyarrow's ParquetWriter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +40,11 @@ class ComputedFile:
     pair: Pair
     path: Path
     relative: str
-    """Path relative to the root of the trace, for when the file is stored there."""
+    """Where the file goes when it is stored, relative to the root of the trace."""
 
 
 class SumTables:
-    """Tables of the sums of several traces. Temporary files with computed sums are deleted with this object."""
+    """The sums of several traces. Temporary files with computed sums are deleted with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -55,14 +54,13 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, and run with URL, of every file of sums stored in a trace."""
+        """Kind, pair, and (run, URL) of every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs whose tables cover every sequence in the views, each with True if the sums were computed, False if
-        stored."""
+        """Pairs with sums for every sequence in the views; True if these were computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
         """The same for sums over whole runs."""
         self._condition = ""
-        """SQL condition on `step` for the steps in the views; empty if they have all steps."""
+        """SQL condition on `step` for the steps in the views; empty for all steps."""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
         for spec in _IN_TABLES:
@@ -77,18 +75,18 @@ class SumTables:
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if the tables have a pair's computed sums rather than the stored ones."""
+        """Return True if a pair's sums were computed rather than stored."""
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
-        """Discard a pair's computed sums, so that the tables have the stored ones."""
+        """Discard a pair's computed sums, and go back to the stored ones."""
         self._sequences.pop(pair, None)
         self._runs.pop(pair, None)
         self._forget(pair)
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums, for every sequence or every run, in place of those stored in traces."""
+        """Use a pair's computed sums, for every sequence or every run, in place of the stored ones."""
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
@@ -99,7 +97,7 @@ class SumTables:
         self._define()
 
     def forget(self) -> bool:
-        """Stop using sums, and discard the computed ones. Return False if none were in use."""
+        """Stop using sums, and discard computed ones. Return False if none were in use."""
         if not self._sequences and not self._runs:
             return False
         self._sequences.clear()
@@ -109,7 +107,7 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for the sums of a pair stored for some runs, whether or not the tables use them."""
+        """Return a query for a pair's stored sums, whether or not the tables use them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, ", ".join(spec.schema.names))
 
@@ -129,7 +127,7 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define the macros that use the tables for pairs that these cover, and tokens for other pairs."""
+        """Define the macros that read these tables for the pairs they cover, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
@@ -141,7 +139,6 @@ class SumTables:
         )
 
     def _forget(self, pair: Pair | None = None) -> None:
-        """Discard the computed sums of a pair, or of all pairs if it is None."""
         where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
         for spec in _IN_TABLES:
             self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
@@ -151,7 +148,7 @@ class SumTables:
             file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
-        """Define one view per kind of sums. It has each pair's computed sums, or else the stored ones."""
+        """Define one view per kind: each pair's computed sums, or else the stored ones."""
         for spec in KINDS.values():
             columns = ", ".join(spec.schema.names)
             files = [
@@ -173,7 +170,7 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """Return the schema of sums over all sealed rows of a trace; its metadata names the sealed files."""
+    """Return a schema whose metadata names the sealed files that the sums were made from."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 

@@ -1,4 +1,4 @@
-"""Sums of each sequence for a pair of passes: computed once from tokens, and stored in the trace next to the scores."""
+"""Per-sequence sums for a pair of passes: computed from tokens once, then stored next to the scores."""
 
 from __future__ import annotations
 
@@ -45,28 +45,26 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Number of tokens processed at once. Their quantiles are computed in memory, with 8 bytes per token."""
+"""Tokens processed at once. Their |d| stays in memory for the quantiles, at 8 bytes per token."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Number of sequences processed at once; their sums take 0.2 KB each."""
+"""Sequences processed at once, with 0.2 KB of sums each."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of tokens of a run whose quantiles are exact by default: as many as fit in memory."""
+"""Largest run, in tokens, with exact quantiles by default, since its |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]
-"""A row of a quantile table: the run, then the values of the columns after the pair."""
+"""A row of a quantile table: the run, then the columns after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkSums:
-    """What is computed from the tokens of a range of steps."""
-
     sums: pa.Table
     histograms: pa.Table
     quantiles: list[Quantiles]
     sizes: list[np.ndarray]
-    """Arrays of |d| of all tokens, from which the quantiles of the run are computed; empty if they are not needed."""
+    """|d| of all tokens, for the quantiles of the run; empty if these are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +77,18 @@ class Chunk:
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """True if the sums of the range must be computed, False if the trace has them."""
+    """True if the trace has no sums for the range, so that they must be computed."""
 
 
 Unit = tuple[Chunk, ...]
-"""What is processed at once: one range of steps, or several whole runs."""
+"""A unit of work: one range of steps, or several whole runs."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Ensure that the tables have a pair's sums for every sequence; return True if anything was computed.
+    """Make sure that the tables have a pair's sums for every sequence; return True if anything was computed.
 
-    Only the tokens of steps without stored sums are read, once. `of_run` requests quantiles over whole runs as well.
-    They are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
+    Tokens are read once, and only for steps without stored sums. `of_run` also asks for quantiles over whole runs.
+    These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -111,14 +109,12 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
 
 
 def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Add the statistics of each step, computed from the sums of its sequences, to the tables."""
     for unit in units:
         groups = f"group_statistics({quoted(pair[0])}, {quoted(pair[1])}, true, {_within(unit)})"
         _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
 
 def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Add the statistics of each run, computed from the sums of its sequences, to the tables."""
     for runs in dict.fromkeys(tuple(chunk.run for chunk in unit) for unit in units):
         values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "runs": _listed(runs)}
         database.connection.execute(sql_file("run_tops").format(**values))
@@ -127,7 +123,7 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Insert rows (the run, then the columns after the pair) into computed sums, on one thread to keep their order."""
+    """`rows` has the run, then the columns after the pair. A single thread keeps their order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -141,13 +137,10 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write sums, quantiles and histograms of every step, stored or newly computed, in a fixed order.
-
-    The order makes totals the same whichever steps had stored sums.
-    """
+    """Write what is stored or computed in one fixed order, so that totals do not depend on which it was."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
-    # |d| is kept only for runs that are read whole, and only in the process that computes the quantiles.
+    # Keep |d| only of runs that this process reads whole.
     whole = _whole_runs(chunks) if database.ray is None else set()
     missing = [chunk for chunk in chunks if chunk.is_missing]
     computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
@@ -179,7 +172,6 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
 
 def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
-    """Yield the sums, histograms and quantiles of each range, and |d| of all tokens for the requested runs."""
     pair, unit, wants_sizes = asked
     batches: list[pa.RecordBatch] = []
     sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
@@ -207,7 +199,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Return the rows by run, without the run column; the rows of a run must be contiguous."""
+    """Split rows by run, and drop the run column. The rows of a run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -216,14 +208,13 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
-    """Return the rows of a range of steps, from a run's rows in the order of steps."""
+    """Slice a range of steps from the rows of a run, which are sorted by step."""
     steps = array_of(rows["step"])
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
 
 
 def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> None:
-    """Copy the stored sums, histograms and quantiles of a range of steps, which are still valid."""
     connection = database.connection
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     within = f"pass_a = {a} AND pass_b = {b} AND run = {run} AND step BETWEEN {chunk.first_step} AND {chunk.last_step}"
@@ -236,7 +227,7 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """Yield the name of a table with the rows, which queries can read while the context is open."""
+    """Let queries read the rows inside the context, under the name that it yields."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -245,7 +236,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs with exact ones, by reading their tokens again.
+    """Replace approximate quantiles of runs by exact ones, reading their tokens again.
 
     Exact quantiles are not stored in the trace, so that later results do not depend on this request.
     """
@@ -333,14 +324,12 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files of sums that had been superseded earlier. Files in use until now stay, for processes that are still
-    reading them."""
+    """Remove files superseded before. Those in use until now stay, since other processes may read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
 
 def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    """Return one chunk per step of a run, or of all runs in the order of the sources if `run` is None."""
     query = f"""
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
         {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
@@ -354,7 +343,7 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Return chunks that cover all steps, divided wherever steps with stored sums meet steps without."""
+    """Join steps into chunks, split where steps with stored sums meet steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = set()
@@ -373,8 +362,7 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Yield ranges of neighbouring steps that either all have stored sums or all lack them. A range has up to
-    `most_tokens` tokens and CHUNK_SEQUENCES sequences; a larger step is a range of its own."""
+    """Join neighbouring steps that all have or all lack stored sums, up to both limits; a larger step stays alone."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -386,7 +374,7 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs whose tokens must all be read and fit in memory."""
+    """Return the runs that must be read in full and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
@@ -395,13 +383,13 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    """Return the steps of a run as ranges to process at once, on this machine or on a cluster."""
+    """Split a run into ranges of steps to process at once."""
     steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Return units of work: several small neighbouring runs, or one chunk of a larger run."""
+    """Group chunks into units: several small neighbouring runs, or one chunk of a larger run."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
@@ -413,7 +401,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs that still lack quantiles over the whole run after the stored ones were copied."""
+    """Copy stored quantiles of runs where they still hold, and return the runs that have none."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -425,12 +413,11 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    """Copy the rows stored for some runs into the table of computed sums."""
     database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Return the exact quantiles of a run from its tokens' |d|, without concatenating the arrays."""
+    """Compute exact quantiles without concatenating the arrays of |d|."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -439,8 +426,7 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, otherwise from
-    histograms."""
+    """Return quantiles from histograms, or exact ones if the run has at most EXACT_TOKENS tokens to read again."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)
@@ -450,8 +436,7 @@ def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress)
 
 
 def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the exact quantiles of a run: read its tokens again, and gather the values in the bins that have
-    the quantiles."""
+    """Compute exact quantiles from the tokens, keeping only values in the bins into which the quantiles fall."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0
@@ -466,7 +451,6 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
 
 
 def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
-    """Yield a range's values in the bins that contain the quantiles of the run."""
     pair, chunk, histogram = unit
     gathered = Gathered(histogram)
     for sizes in sizes_read(database.connection, _lists(pair, (chunk,)), _mean_tokens((chunk,))):
@@ -486,7 +470,6 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    """Replace the quantiles of some runs; runs without tokens get none."""
     where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
     database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
     _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])
@@ -504,7 +487,7 @@ def _lists(pair: Pair, unit: Unit) -> str:
 
 
 def _within(unit: Unit) -> str:
-    """Return the runs of a unit and its first and last step as arguments of an SQL macro."""
+    """Return the last arguments of an SQL macro: a unit's runs, first step and last step."""
     first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
     return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
 

@@ -1,4 +1,4 @@
-"""Define the tables of traces as views, and select the files, journals, steps and sequences that queries read."""
+"""Define the tables of traces as views, and select the files, journals, steps and sequences in them."""
 
 from __future__ import annotations
 
@@ -63,18 +63,17 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Register a file of a trace for queries; return its run, and the URL under which queries read it."""
+        """Let queries read a file of a trace; return its run and its URL."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Select the files of large tables that a query needs; return a function that selects them again."""
+        """Select the files of large tables that a query needs; the returned function selects them again."""
         large = self.large
         choice = None if large is None else large.choose(query, parameters)
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to the requested steps. Return the selected steps by
-        run, and an SQL condition for them.
+        """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as SQL.
 
         Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
         """
@@ -101,7 +100,7 @@ class TableViews:
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences, given by run, step and seq_id. Another call replaces the excluded sequences."""
+        """Exclude sequences by run, step and seq_id, in place of those excluded before."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
@@ -112,7 +111,6 @@ class TableViews:
         self._leaves_out, self.is_whole = True, False
 
     def _define(self, spec: Table) -> None:
-        """Define the view of a table over the files and journals of every trace."""
         columns = ", ".join(f'"{column.name}"' for column in spec.columns)
         files: dict[tuple[str, ...], list[RunFile]] = {}
         others = []
@@ -136,7 +134,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Return SQL for the columns of a table in files that lack some of them."""
+        """Return SQL for a table's columns, with NULL for those that the files lack."""
         # DuckDB maps Arrow types to the names of its own types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
@@ -145,7 +143,7 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files, such that a query reads only the files it needs; return the view's name."""
+        """Define a view over many files, of which a query reads only those it needs; return its name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -154,7 +152,7 @@ class TableViews:
         return view
 
     def _newest(self, parts: list[str]) -> list[str]:
-        """Return a query for the rows of the last training attempt at each step, for runs that were resumed."""
+        """Keep only the rows of the last training attempt at each step, for runs that were resumed."""
         if not parts or not any(source.newest for source in self._sources):
             return parts
         rows = [(source.run, *newest) for source in self._sources for newest in source.newest.items()]
@@ -167,7 +165,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return the recorded steps by run, limited to the requested range if `steps` names one."""
+        """Return the recorded steps by run. If `steps` is a range, reading those in it is enough."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -189,7 +187,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, shorter if the `recorded` ones permit.
+    """Return an SQL condition for exactly these steps, simplified if no other `recorded` step is in their range.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
@@ -216,12 +214,12 @@ def define_view(connection: Connection, name: str, parts: list[str], columns: st
 
 
 def no_rows(schema: pa.Schema) -> pa.Table:
-    """Return a table without rows; pyarrow's `empty_table` imports pandas, which takes 0.3 seconds."""
+    """Return an empty table. pyarrow's `empty_table` would import pandas, which takes 0.3 s."""
     return pa.Table.from_batches([], schema)
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query that reads columns of several files, and the run of each row, in one scan."""
+    """Return a query that reads columns of several files in one scan, and adds the run of each row."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"

@@ -1,5 +1,4 @@
-"""Read tokens (sequences joined with their scores) as batches of rows or flat arrays, in this process or on a Ray
-cluster."""
+"""Read tokens (sequences joined with their scores) in batches, in this process or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ class PassRows:
 
     name: str
     iteration: int | None = 0
-    """The inner iteration to read; None reads all, one row each."""
+    """Inner iteration to read; None reads all, one row each."""
     scored: bool = True
-    """True to read only rows with logprobs; False if their list may be empty."""
+    """Skip rows without logprobs; if False, their list is empty."""
     optional: bool = False
-    """True to read sequences without scores of the pass as well, with an empty list of logprobs."""
+    """Also read sequences that the pass did not score, with an empty list of logprobs."""
     logprobs: bool = True
 
 
@@ -40,14 +39,14 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Return an SQL query for one row per sequence, which `tokens_of_rows` converts to tokens.
+    """Write an SQL query with one row per sequence, from which `tokens_of_rows` reads tokens.
 
-    Its columns are the logprobs of every pass, under the keys of `passes`; the expressions in `rows`, which may use `s`
-    (the sequence) and these keys; and the `lists` mask and advantages, the latter with the advantage per sequence.
+    Its columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
+    `s` (the sequence) and these keys; and the `lists` mask and advantages, the latter with the advantage per sequence.
 
-    Only sequences with a score under every required pass are read, of the given run and steps or of all; a
-    range of steps means every step in it. `sequences` is joined only if `lists` or `of_sequences` need it, as the join
-    takes a third of the time. `keys` is a condition on every table.
+    It reads the sequences that every required pass scored, in the given run and steps or in all; a range of steps
+    stands for every step in it. `keys` is a condition on every table. `sequences` is joined only if `lists` or
+    `of_sequences` need it, because the join takes a third of the time.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -81,7 +80,7 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str]) -> Tokens:
-    """Return the tokens of rows of `token_query` with logprobs of the given passes."""
+    """Return the tokens in rows of a `token_query`, with the logprobs of some passes."""
     lists = {name: rows.column(name) for name in ("mask", "advantage", "advantages") if name in rows.schema.names}
     return tokens_of({name: rows.column(name) for name in passes}, **lists)
 
@@ -102,7 +101,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return the number of response tokens by step, in step order, for one run (all runs if `run` is None)."""
+    """Return the number of response tokens by step, in order, of one run or of all."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -111,9 +110,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Return ranges of steps, in order, each of at most `most_tokens` tokens and CHUNK_STEPS steps.
-
-    A larger step is a range of its own.
+    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps; a larger step stays alone.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -144,7 +141,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbours, which can be compared with each other.
+    """Return up to `most` steps, as evenly spaced pairs of neighbours.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -157,7 +154,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Return steps, taken in the given order, that have at most `max_tokens` tokens together; at least one step.
+    """Take the first step, then every further one that keeps the total within `max_tokens`.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -178,19 +175,19 @@ Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""CPUs per actor: several, because reading is multithreaded and each actor has to open the traces."""
+"""Per actor. Several, because reading is multithreaded and every actor has to open the traces."""
 
 UNITS = 64
-"""Minimum number of units per reading on a cluster, so that actors that finish early get more work."""
+"""Minimum number of units per reading on a cluster: actors that finish early need more work."""
 
 
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """Yield the results of `function(database, unit)` in the order of the units.
+    """Yield the results of `function(database, unit)` lazily, in the order of the units.
 
-    Results are computed on request. On a cluster (`database.ray`), actors that open the traces themselves work through
-    the units in any order. The function must be defined in a module; its arguments and results must be picklable.
+    On a cluster (`database.ray`), actors open the traces themselves and work through the units in any order. The
+    function must be defined in a module, and its arguments and results must be picklable.
 
     Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error of `run_units`.
     """
@@ -212,13 +209,12 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets
-    work."""
+    """Return the tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Yield lists of neighbouring items whose sizes add up to at most `most`; a larger item has a list of its own.
+    """Group neighbouring items up to a total size of `most`; a larger item stays alone.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -237,7 +233,7 @@ def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: S
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Return the locations at which actors open the traces. Raises InvalidOption if a trace is being recorded."""
+    """Return the paths or URLs at which actors open the traces. Raises InvalidOption if one is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
@@ -251,7 +247,7 @@ def places(database: Database) -> tuple[str, ...]:
 
 
 class _Reader(Generic[Unit, Made]):
-    """An actor's state: the traces, which it opens once."""
+    """An actor's state. It opens the traces once."""
 
     def __init__(
         self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
@@ -267,4 +263,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing, because a reader has nothing to write."""
+        """Nothing to do: a reader writes nothing."""

@@ -28,7 +28,7 @@ def sentence(part):
 
 NOISE = [
     (0.00099, "negligible_noise", "and it adds negligible noise."), (0.00101, "moderate_noise", "but it adds noise."),
-    (0.0499, "moderate_noise", "but it adds noise."), (0.0501, "large_noise", "but it adds much noise."),
+    (0.0499, "moderate_noise", "but it adds noise."), (0.0501, "large_noise", "but it adds a lot of noise."),
 ]  # fmt: skip
 
 
@@ -88,11 +88,11 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
 def test_the_size_of_a_bias_in_words():
     part = direction(estimate(-0.0123, -0.02, -0.01), estimate(0.2))
     assert sentence(part).endswith(
-        "It adds -1.23% of the sum of the terms' sizes (95% interval over groups -2% to -1%); the sum of absolute biases is 20%."
+        "The net bias is -1.23% of the terms' total size (95% interval over groups -2% to -1%); absolute biases add up to 20%."
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
-        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23%"
+        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. The net bias is -1.23%"
     )
     assert "interval" not in undecided
 
@@ -159,7 +159,7 @@ def test_where_a_bias_lies():
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75% of the total)."
     assert (
-        "without its weights, the bias is -30% instead of +1%, and the sum of absolute biases is 40% instead of 20%"
+        "without its weights, the bias is -30% instead of +1%, and absolute biases add up to 40% instead of 20%"
         in parts["correction"]
     )
 

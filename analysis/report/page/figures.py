@@ -1,7 +1,8 @@
-"""Convert charts to Bokeh figures, which the reader's browser draws.
+"""Draw charts as Bokeh figures.
 
-Bokeh's script ships with its package and can be inlined (BSD-3). Bokeh draws on a canvas, and figures in one document can share
-an axis and a zoom. Text and grids use the placeholder colours of `THEME` until the page knows whether it is light or dark.
+BokehJS ships in the Python package, may be inlined (BSD-3), draws on a canvas, and lets figures share an axis and a
+zoom. Text and grid lines get the placeholder colours of `THEME`, because only the page knows whether it is light or
+dark.
 """
 
 from __future__ import annotations
@@ -33,19 +34,18 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""Placeholder colours in figures, by the CSS variable of the page that replaces them before drawing."""
+"""Placeholder colours, by the CSS variable that replaces them before the page draws."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Width reserved to the left of each plot frame, in pixels, so that stacked figures align."""
+"""Pixels to the left of every plot frame; all equal, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
-"""JavaScript called when the reader hovers over a step, and when they click on one."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Dash patterns for secondary lines, so that lines do not differ by colour alone."""
+"""Secondary lines are dashed, so that lines never differ by colour alone."""
 _LABELS = 22
 """Height of the step labels below the last stacked figure, in pixels."""
 _NEAR_ONE = 1e-5
-"""If the ticks of an axis differ from 1 by less than this, each is labelled with its distance from 1, which is shorter."""
+"""If all values of a series are this close to 1, ticks show the distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -56,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, with a shared step axis; the page itself marks the hovered and the selected step."""
+    """Return one figure per series, with a shared step axis. The page draws the step markers itself."""
     charts = list(charts)
     if not charts:
         return []
@@ -217,7 +217,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Return an axis range that covers the bars, their intervals and 0; Bokeh's default range covers only the bars."""
+    """Return an axis range that covers 0 and the intervals; Bokeh's default covers only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]
@@ -234,7 +234,6 @@ def _new(key: str, height: int, **options: Any) -> figure:
 
 
 def _styled(plot: figure) -> figure:
-    """Apply the page's colours and a transparent background."""
     plot.background_fill_alpha = 0
     plot.border_fill_color = _PAPER
     plot.outline_line_alpha = 0

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file, with script, style and data inlined."""
+"""Render a report as one self-contained HTML file, with script, style and data inlined."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def page(report: Report) -> str:
             theme=THEME,
             groups=grouped(report.mismatch),
             steps=[int(step) for step in first.steps],
-            style=Markup(_own("report.css")),  # a file of this package, so it needs no escaping
+            style=Markup(_own("report.css")),  # ships with this package, so it needs no escaping
             script=Markup(_own("report.js")),
             packs={
                 "bokeh": pack_text(bokeh_script()),
@@ -64,14 +64,13 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return the source of BokehJS, as shipped in the bokeh package, with its licence header."""
+    """Return the source of BokehJS that ships in the bokeh package, licence header included."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    """Return the figures as one Bokeh document, and the id of the page element for each figure."""
     document = Document()
-    with document.models.freeze():  # without the freeze, Bokeh would collect all models again after each figure
+    with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
     name = plots[0].name if plots else ""
@@ -87,7 +86,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return the name of each line in the stacked figures, and whether it is secondary, in the order of their colours."""
+    """Return (name, is secondary) for each line in the stacked figures; the position in the list decides its colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -114,7 +113,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Format a number as the sort key of a table cell; a missing number becomes empty, which sorts last."""
+    """Return the sort key of a table cell; empty for a missing number, which sorts below all others."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -139,7 +138,7 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return HTML for a word with a note that mouse or keyboard can open."""
+    """Return HTML for a word with a note that opens on hover or keyboard focus."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
@@ -149,12 +148,12 @@ def term(word: str, shown: str) -> Markup:
 
 
 def pack(value: Any) -> str:
-    """Encode a value as JSON, compressed with gzip and encoded as base64."""
+    """Encode a value as JSON, gzip it, and encode the result as base64."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def pack_text(text: str) -> str:
-    """Compress a text with gzip and encode it as base64; the same text always gives the same result."""
+    """Gzip a text and encode it as base64. The same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
@@ -164,7 +163,7 @@ def floats(values: Any) -> str:
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Return the token data that the page needs to show sequences."""
+    """Collect the token data for the page's view of single sequences."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),
@@ -175,7 +174,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| at which a token is drawn in full colour, nats: the 99.9% quantile over the run, but at least 0.001."""
+    """Return the |d| at which a token has full colour, in nats: the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

@@ -18,7 +18,7 @@ const timTrace = (() => {
   const later = () => new Promise((done) => setTimeout(done, 0));
   const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
 
-  const inFrame = location.protocol === "about:";  // in a notebook, to which the address belongs
+  const inFrame = location.protocol === "about:";  // in a notebook, whose address must not change
 
   // --- data ---------------------------------------------------------------------------------------------------------
   const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
@@ -55,7 +55,7 @@ const timTrace = (() => {
     document.body.dataset.drawn = "yes";
   }
 
-  // The run's series are drawn first, so that the values of a selected step are shown before the other figures are drawn.
+  // The series are drawn first, so that a selected step shows its values before the other figures are ready.
   function stackDrawn() {
     lines();
     state.rows = rowsByStep();
@@ -70,7 +70,7 @@ const timTrace = (() => {
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // Properties with a colour of the theme; `names` maps each such colour, of either theme, to its CSS variable.
+  // Properties that hold a theme colour; `names` maps the colours of both themes to their CSS variables.
   const COLOURS = ["axis_label_text_color", "major_label_text_color", "axis_line_color", "major_tick_line_color",
     "grid_line_color", "label_text_color", "title_text_color", "bar_line_color", "text_color", "border_fill_color"];
   const names = new Map();
@@ -126,7 +126,7 @@ const timTrace = (() => {
 
   const nearest = (steps, x) => steps.reduce((best, step) => Math.abs(step - x) < Math.abs(best - x) ? step : best, steps[0]);
 
-  // The lines at the hovered and the selected step are overlays, so that no figure has to be redrawn.
+  // Step markers are overlays, so that no figure has to be redrawn.
   function place() {
     const view = state.views[$("#run figure.chart")?.dataset.key];
     if (!view) return;
@@ -173,7 +173,7 @@ const timTrace = (() => {
     slider.setAttribute("aria-valuetext", step === null ? "whole run" : `step ${state.step}`);
     document.body.dataset.step = step === null ? "" : state.step;
     place();
-    // Show the selection at once, then update the figures one by one, unless another step is selected.
+    // Show the selection at once, then update figures one by one until another step is selected.
     await painted();
     if (turn !== state.turn) return;
     if (!inFrame) history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
@@ -213,7 +213,7 @@ const timTrace = (() => {
     $("#none-shown").hidden = shown > 0;
   }
 
-  // Tab reaches only one row and arrow keys reach the others, so that the controls below are not hundreds of Tabs away.
+  // Tab reaches one row, arrow keys the others; otherwise the controls below would be hundreds of Tabs away.
   const shownRows = () => $$("#sequences tbody tr").filter((row) => !row.hidden);
   function reachable(wanted) {
     const all = shownRows(), row = wanted ?? all.find((each) => each.tabIndex === 0) ?? all[0];
@@ -372,7 +372,7 @@ const timTrace = (() => {
     setTimeout(() => { button.textContent = said; }, 1200);
   }
 
-  // A note opens at its word, and is shifted left if it would leave the window.
+  // Notes open at their word, shifted left if they would leave the window.
   function within(term) {
     const tip = term && $(".tip", term);
     if (!tip) return;
@@ -381,7 +381,7 @@ const timTrace = (() => {
     if (over > 0) tip.style.left = `${-Math.min(over, box.left - 8)}px`;
   }
 
-  // Elements that stick below the header need its height.
+  // Sticky elements need the height of the header.
   function header() {
     document.documentElement.style.setProperty("--header", `${$("header").offsetHeight}px`);
   }
@@ -394,7 +394,7 @@ const timTrace = (() => {
     recolour();
   }
 
-  // Reserve room below the row of answers for an opened one, so that it neither stretches an answer nor covers text.
+  // Reserve room below the answers for an opened one, so that it covers no text.
   function makeRoom() {
     const panel = $$(".answers details[open] .why").find((each) => getComputedStyle(each).position === "absolute");
     $(".answers").style.marginBottom = panel ? `${panel.offsetHeight + 16}px` : "";

@@ -1,6 +1,6 @@
-"""Draw a chart as a matplotlib figure.
+"""Draw charts with matplotlib.
 
-The default font ships with matplotlib, so a figure is byte-identical on every machine with the same matplotlib version.
+The default font ships with matplotlib, so the same matplotlib version draws byte-identical figures on every machine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Widths by name, in inches: that of a single figure (one column), and that of the run's overview (the full text width)."""
+"""Inches: width of a single figure (one column), and of the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
-"""Resolution, in dots per inch, and font size of tick labels and legends, in points (other text is set in 8 points)."""
+"""Dots per inch; font size of tick labels and legends in points (other text has 8)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
+"""5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
@@ -48,18 +48,18 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperStyle:
-    """The style of paper figures: width, font, and whether they have a title."""
+    """Width, font and titles of paper figures."""
 
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Width of the run's overview, inches; `column` is the width of a single figure."""
+    """Width of the run overview, inches; `column` is the width of a single figure."""
     font: str = FONT
-    """Name of an installed font; characters missing from the font are drawn in DejaVu Sans."""
+    """An installed font; characters it lacks are drawn in DejaVu Sans."""
     title: bool = False
-    """True to draw a title above each figure; in papers, the title is usually in the caption."""
+    """Off by default, because papers put the title in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
-        """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's settings."""
+        """Apply the matplotlib settings inside a `with` block, then restore the caller's."""
         fonts = list(dict.fromkeys([self.font, FONT]))
         return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
 
@@ -68,7 +68,7 @@ PLAIN = PaperStyle()
 
 
 def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
-    """Return the style for a width (in inches, or a key of `WIDTHS`) and a font. Raises InvalidOption."""
+    """Return a style, given a width in inches or a key of `WIDTHS`. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
     except (TypeError, ValueError):
@@ -88,14 +88,13 @@ def colour(place: int) -> str:
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Return the dash pattern for the line with index `place`; a secondary line is never solid."""
+    """Return the dash pattern of the line with index `place`; secondary lines are never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis with plain numbers if it has limits; a logarithmic one at powers of ten if it spans enough of
-    them."""
+    """Label an axis with plain numbers; a logarithmic axis gets powers of ten if it spans enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -107,12 +106,12 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return text as one line, cut in the middle to `most` characters; characters that cannot be drawn become code points."""
+    """Return one line of at most `most` characters, cut in the middle. Undrawable characters become code points."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Return text cleaned as by `plain`, wrapped to at most `most_lines` lines of `width` characters."""
+    """Return text cleaned as by `plain`, but wrapped to at most `most_lines` lines of `width` characters."""
     lines = textwrap.wrap(_one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
@@ -132,19 +131,19 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """A figure with series stacked vertically over a shared step axis."""
+    """Several series, one above the other, over a shared step axis."""
 
     charts: tuple[LineChart, ...]
 
 
 def stack_of(series: Sequence[LineChart]) -> Stack:
-    """Return the overview of a run: its series, stacked in one figure."""
+    """Return the run overview: every series, stacked in one figure."""
     charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart as a figure independent of pyplot; `figure.savefig(path)` writes it."""
+    """Draw a chart as a figure that pyplot does not manage; `figure.savefig(path)` writes it."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -163,7 +162,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Draw one panel per series at page width; lines with the same name have the same colour in every panel."""
+    """Draw one panel per series; lines with the same name have the same colour in every panel."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
@@ -182,8 +181,8 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines (coloured by their index in `places`), bands and marks; return the legend's artists by name."""
-    # A logarithmic axis without a positive number has no limits, so it stays linear.
+    """Return the legend's artists by name. Lines are coloured by their index in `places`, or in the chart."""
+    # Without a positive value, a logarithmic axis has no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
     handles: dict[str, Any] = {}
@@ -204,7 +203,7 @@ def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = N
     for mark in sorted(one.marks, key=lambda mark: mark.x):
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0, zorder=0.6)
         axes.axvline(mark.x, color=MARK, linestyle=dash(1), linewidth=0.8, zorder=1.5)
-        row, last = row + 1 if mark.x - last < near else 0, mark.x  # labels are staggered
+        row, last = row + 1 if mark.x - last < near else 0, mark.x  # stagger close labels
         _note(axes, f"{mark.x:g}", (mark.x, 1.0), "x", (1.2, -0.6 - 6.0 * row), va="top", color=MARK)
     return handles
 
@@ -214,7 +213,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write a text `shift` points from `at`; its coordinate `along` is in data units, the other in axes units."""
+    """Write text `shift` points from `at`; the coordinate `along` is in data units, the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
@@ -222,7 +221,6 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
 
 
 def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
-    """Draw cells coloured by the log10 of their token count; cells without tokens stay empty."""
     look: dict[str, Any] = {
         "edgecolor": "face",
         "linewidth": 0.2,
@@ -247,7 +245,6 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
-    """Draw bars, with confidence intervals where available."""
     height = 0.8 / max(len(one.groups), 1)
     handles: dict[str, Any] = {}
     for place, (group, bars) in enumerate(one.groups.items()):
@@ -269,7 +266,7 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
-    """Put the title above the axes, and between them a legend if the chart has several names or is a heatmap."""
+    """Add the title if the style has one, and a legend for several names or for a heatmap's curves."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
     width = (
         (figure.get_figwidth() - 0.6) * 72 / 0.56
@@ -280,7 +277,7 @@ def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) 
     if style.title:
         axes.set_title(wrapped(one.title, int(width / 8)), pad=4 + height)
     if height:
-        figure.set_figheight(figure.get_figheight() + height / 72)  # the axes keep their height
+        figure.set_figheight(figure.get_figheight() + height / 72)  # so that the axes keep theirs
         # matplotlib leaves out names that begin with _
         shown = [f" {name}" if name.startswith("_") else name for name in names]
         axes.legend(list(entries.values()), shown, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns)

@@ -22,11 +22,11 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""Metadata to write, by file format; it has no dates, so that files are reproducible."""
+"""No dates and no versions, so that files are reproducible."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
-    """Return all figures of a report: an overview of the series (`report.run`), then the charts (`report.charts`)."""
+    """Return the overview, with every series, followed by the charts that have data."""
     return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
@@ -52,8 +52,10 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a list of the charts and one page per chart, and KEY.csv into a folder next to it (figures.pdf:
-    figures-data); return the paths, the PDF first. Raises the same errors as write_figures.
+    """Write a PDF with a cover and one page per chart, and KEY.csv to a folder next to it (figures.pdf:
+    figures-data).
+
+    Returns the paths, the PDF first. Raises the same errors as write_figures.
     """
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
@@ -71,7 +73,6 @@ def write_pdf(
 
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """Draw a cover page: the title, and per figure its page number, title and CSV file in the folder `data`."""
     lines = [plain(title or "Figures", 80), "", "page  figure: data"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
@@ -90,10 +91,11 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return a figure's data with one row per point, cell, bin, bar, mark or band; NULL where a column does not apply.
+    """Return a figure's data as a table; NULL where a column does not apply.
 
-    Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
-    column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
+    Line chart: one row per point (`what` is line), mark (low to high is an interval of x) and band (low to high of y);
+    a stack adds the chart's key as first column. Heatmap: one row per cell with tokens and per point of a curve. Bar
+    chart: one row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
@@ -129,11 +131,10 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Columns of the CSV file, and function that yields its rows, by class of the chart."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
-    """Yield rows of Python numbers, which are written to CSV with all digits."""
+    """Yield rows of Python numbers, which CSV shows with all digits."""
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
