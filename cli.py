@@ -233,8 +233,6 @@ class _OfFrameworks(click.Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """Output format: text that fits the terminal, JSON, or CSV."""
-
     as_json: bool = False
     as_csv: bool = False
     is_wide: bool = False
@@ -354,7 +352,6 @@ def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any],
 
 
 def _arm_options(command: Any) -> Any:
-    """Add an option per field of Arm to a command."""
     for field in reversed(fields(Arm)):
         described: ArmOption = field.metadata["option"]
         kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
@@ -646,8 +643,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    The sums of each sequence are stored in a finished, writable local trace (sums/ and index/), so that the next call
-    reads no tokens.
+    Stores the sums of each sequence in a finished, writable local trace (sums/ and index/), so that the next call reads
+    no tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -1191,7 +1188,6 @@ def _harmless(line: str) -> str:
 
 
 def _say(text: str) -> None:
-    """Print a text with control characters escaped."""
     _print(printable_lines(text))
     if _left_out:
         _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")

@@ -94,7 +94,6 @@ def _rules(
 
 
 def _bounds(option: str, text: str) -> tuple[float, float]:
-    """Parse `low_high`."""
     low, _, high = text.partition("_")
     try:
         bounds = float(low), float(high)
@@ -152,7 +151,6 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
 
 
 def _warn_of_advantages(database: Database) -> None:
-    """Warn if missing advantages leave columns NULL or partial."""
     query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
     ((num_sequences, lacking),) = database.connection.execute(query).fetchall()
     if lacking:

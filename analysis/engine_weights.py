@@ -184,8 +184,6 @@ def _note(had: dict[int, int], own: int, version: int) -> bool:
 
 
 class _Engine:
-    """An engine's weights, followed from version to version."""
-
     def __init__(self) -> None:
         self._has: dict[str, int] = {}
         self._given: dict[str, int] = {}

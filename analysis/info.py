@@ -216,7 +216,6 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Describe expected data that the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -243,7 +242,6 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
 
 
 def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
-    """Say why an imported trace cannot be replayed, and what to do about it."""
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:

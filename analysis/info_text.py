@@ -36,7 +36,6 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
 
 
 def _facts(info: TraceInfo) -> dict[str, str]:
-    """Facts without a value are not shown."""
     exited = f", the command exited with {info.exit_code}" if info.exit_code is not None else ""
     size = f"{info.num_parameters:,} parameters" if info.num_parameters else ""
     largest = sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]

@@ -161,7 +161,6 @@ def _folded(name: str, width: int) -> list[str]:
 
 
 def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list[_Column]:
-    """Return the columns that fit into `width`, in table order; warn about dropped columns."""
     for column in columns:
         column.fold()
     rank = {name: place for place, name in enumerate(main)}

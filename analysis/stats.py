@@ -45,8 +45,8 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    The sums of each sequence are stored in a finished, writable local trace (`sums/` and `index/`), so that the next
-    call reads no tokens.
+    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call
+    reads no tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite value
     in both; NaN and infinities are counted separately. The columns are those of the SQL macros `pair_runs`,

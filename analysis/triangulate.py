@@ -134,7 +134,6 @@ def triangulate(
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay the arms that lack any of the steps; return None if there are none."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None

@@ -107,7 +107,6 @@ class _Verifier:
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
-        """Yield the size of each part once it is read."""
         for entry in self.parts():
             if isinstance(entry, str):
                 self.damaged.append(entry)
@@ -209,7 +208,6 @@ class _Verifier:
             self.damaged.append(str(error))
 
     def _journal(self, segment: Segment) -> None:
-        """Read the journal of a group that is not sealed yet. Raises DamagedTrace."""
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(

@@ -95,7 +95,6 @@ def _order(one: RunDifference) -> tuple[int, int, float, str]:
 
 
 def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield a difference if some steps have sequences in only one run."""
     of_a, of_b = tokens_by_step(a).keys(), tokens_by_step(b).keys()
     alone = sorted(of_a ^ of_b)
     if alone:

@@ -105,7 +105,6 @@ def _settings(database: Database) -> _Timeline:
 
 
 def _held(values: Mapping[int, Any], step: int) -> Any:
-    """Return the value in effect at a step; None before the first recorded value."""
     known = [start for start in values if start <= step]
     return values[max(known)] if known else None
 
@@ -151,7 +150,6 @@ def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iter
 
 
 def _contracts(database: Database) -> dict[int, dict[str, str]]:
-    """Return the most frequent contract by step and pass, as JSON."""
     texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     found: dict[int, dict[str, str]] = {}
     for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():

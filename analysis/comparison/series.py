@@ -186,8 +186,6 @@ def _first(
 
 @dataclass(slots=True)
 class _PassDifference:
-    """Differences in one pass's logprobs, accumulated step by step."""
-
     step: int | None = None
     a: float = 0.0
     b: float = 0.0
@@ -197,7 +195,6 @@ class _PassDifference:
     largest_step: int = 0
 
     def add(self, step_K: np.ndarray, num_K: np.ndarray, a_T: np.ndarray, b_T: np.ndarray) -> None:
-        """Compare the tokens of more pairs bit for bit."""
         a_T, b_T = a_T.astype(np.float32), b_T.astype(np.float32)
         unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
         self.num_tokens += len(a_T)

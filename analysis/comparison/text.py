@@ -92,7 +92,6 @@ def comparison_rows(found: Comparison) -> Rows:
 
 
 def _shortened(rows: Rows) -> Rows:
-    """Abbreviate long texts in the middle, and round numbers to four digits."""
     cut = [
         tuple(_cut(cell, _NAME if name == "name" else _LONGEST) for name, cell in zip(rows.columns, row, strict=True))
         for row in rows.rows

@@ -169,8 +169,6 @@ class DistributionPairs:
 
 
 class _Measures:
-    """Measures of the compared tokens, NULL until they are set."""
-
     def __init__(self, count: int):
         self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
         self._missing = {name: np.ones(count, bool) for name in MEASURES}
@@ -187,7 +185,6 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Read rows of each array in a group; consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")

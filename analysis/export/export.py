@@ -167,7 +167,6 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return the pair's values by step and column; empty if the trace lacks either pass."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)

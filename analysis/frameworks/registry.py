@@ -33,8 +33,6 @@ _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Framework classes by name, each imported on first use."""
-
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
         return found

@@ -147,7 +147,6 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
 
 
 def _check_bounds(option: str, text: str) -> None:
-    """Raise InvalidOption unless the text is `upper` or `lower_upper`, with bounds above 0."""
     try:
         bounds = [float(part) for part in text.split("_", 1)]
     except ValueError:
