@@ -1,6 +1,6 @@
-"""The command line: each command is one call and one print.
+"""The command line: each command makes one call and prints the result.
 
-stdout is data, stderr is progress and warnings. Exit codes: 0 done, 1 a finding, 2 wrong use or an unreadable trace.
+stdout is data; stderr is progress and warnings. Exit codes: 0 success, 1 a finding, 2 wrong use or an unreadable trace.
 Heavy modules are imported only when a command runs.
 """
 
@@ -76,14 +76,12 @@ SECTIONS = {
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Commands in each section of `--help`, each with its purpose in at most 80 columns."""
+"""Sections of `--help`: each command with its purpose, in at most 80 columns."""
 
 
 class _Failure(click.ClickException):
-    """A TimTraceError as a click exception."""
-
     def __init__(self, error: TimTraceError, options: Collection[str]):
-        """Format `error` for the user; `options` are the option names of the command that failed."""
+        """`options` are the flags of the command that failed."""
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
@@ -124,7 +122,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's traceback frames: a DuckDB connection that they keep open would print an error at exit."""
+    """Clear an error's frames: a DuckDB connection that they keep open would print an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -142,7 +140,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Size of runs whose sums `record` computes itself, in response tokens; for smaller runs, the first query does."""
+"""From this many response tokens on, `record` computes a run's sums; otherwise, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -150,7 +148,7 @@ class Commands(click.Group):
     """Command group with sections in its help; prints a TimTraceError as one line and exits with its code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command, give it -q, and show option defaults in its help."""
+        """Add a command with -q, and with option defaults in its help."""
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
@@ -203,7 +201,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command with the options of all frameworks; its `--help` lists them in one section per framework."""
+    """A command with every framework's options, one section of its `--help` per framework."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -235,8 +233,6 @@ class _OfFrameworks(click.Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """Output format: text that fits the terminal, JSON, or CSV."""
-
     as_json: bool = False
     as_csv: bool = False
     is_wide: bool = False
@@ -244,14 +240,16 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Maximum width of text, in columns; None if unlimited or if stdout is not a terminal."""
+        """Text width in columns; None with --wide or if stdout is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
         self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
-        """Print a result in this format; `rows` is its table, for CSV. JSON is an object with the result's fields, or its table
-        under `rows`, and the damaged files under `damaged`."""
+        """Print a result in this format; `rows` is its table, for CSV.
+
+        JSON is an object: the result's fields, or its table under `rows`, and the damaged files under `damaged`.
+        """
         if self.as_json:
             value = json()
             found = value if isinstance(value, dict) else {"rows": value}
@@ -266,8 +264,10 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with NAME_text, NAME_rows or NAME_json from the module that its `_text` names; `text` and
-        `rows` are extra arguments. If there is no NAME_json, the JSON is the result's fields and NAME_sentence."""
+        """Print a result with NAME_text, NAME_rows or NAME_json of the module named in its `_text`.
+
+        `text` and `rows` are extra arguments. Without a NAME_json, the JSON is the result's fields and NAME_sentence.
+        """
         module, _, function = found._text.partition(":")
         name, renderers = function.removesuffix("_text"), vars(import_module(module))
 
@@ -302,7 +302,7 @@ _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, 
 def _prints(
     *, csv: bool = True, wide: bool = True, brief: bool = False, json: str = "Print JSON at full precision."
 ) -> Callable[[Any], Any]:
-    """Add --json, and optionally --csv and --wide, to a command, which receives them as `form`."""
+    """Add output options to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)
@@ -347,12 +347,11 @@ _allow_kernel = click.option(
 
 
 def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
-    """Return the option `--by`; the first of `values` is the default."""
+    """The first of `values` is the default."""
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
 def _arm_options(command: Any) -> Any:
-    """Add one option per field of Arm to a command."""
     for field in reversed(fields(Arm)):
         described: ArmOption = field.metadata["option"]
         kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
@@ -366,7 +365,6 @@ def _arm_options(command: Any) -> Any:
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Validate and return the value of --ray. Raises InvalidOption if it is not an address."""
     from .tracer.cluster import check_address
 
     if value is not None:
@@ -385,7 +383,7 @@ _gpus_per_arm = click.option(
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append an example, which a test runs, to a command's help."""
+    """Append an example to a command's help; a test runs every one."""
 
     def add(command: click.Command) -> click.Command:
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
@@ -560,10 +558,10 @@ def verify(trace: str, form: _Form) -> None:
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
-    """Merge the files of many writers into a few, ordered by step and pass.
+    """Merge a trace's many files into a few, sorted by step and pass.
 
-    Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
-    The command can be interrupted at any time: the trace stays complete, and the next call continues.
+    Every result stays the same, bit for bit; opening, reading single steps and reading from object storage get faster.
+    It is safe to interrupt: the trace stays complete, and the next call picks up where it left off.
     """
     from .analysis.compact import compaction_text
 
@@ -608,7 +606,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one over one or more traces.
 
-    Each query's header gives the units, the source of the formula and the interpretation; --sql prints it.
+    Each query's header gives the units, the source of the formula and how to read the result; --sql prints it.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
@@ -645,7 +643,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in sums/ and index/ of a finished, writable local trace, so that the next call reads
+    Stores the sums of each sequence in a finished, writable local trace (sums/ and index/), so that the next call reads
     no tokens.
     """
     from .analysis.stats import approximate, likeness
@@ -673,9 +671,9 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Start here. This command runs attribute and check, reports the precision of each side, compares the trace's metrics
-    with published values and alert levels (each under its own definition), and reports which questions the replays in
-    the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
+    Start here. Runs attribute and check, reports the precision of each side, compares the trace's metrics with
+    published values and alert levels (each under its own definition), and says which questions the replays in the trace
+    answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
@@ -701,9 +699,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
-    Checks for faults in temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding,
-    stale or partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Each fault found is
-    reported with its evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
+    Covers temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or
+    partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Each fault found is
+    listed with its evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -792,8 +790,8 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Report when each series of a run changed, and which changed first.
 
-    Mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer, policy lag: the steps
-    at which the level or slope of each changes, with intervals; and the growth rate of k3.
+    Covers mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer and policy lag.
+    Each change in level or slope is shown with its step and interval; for k3, also the growth rate.
     """
     form.result(_asked(analysis.dynamics, trace, **options))
 
@@ -889,8 +887,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
     The recorded settings come first, and the resulting norm is compared with the one that the trainer logged. An arm is
-    one or more changes separated by commas: the options that --arm lists; logprobs=train|rollout|current|replay/NAME, the
-    logprobs that the loss uses instead of the trainer's (rollout is bypass mode); or
+    one or more changes separated by commas: the options that --arm lists; logprobs=train|rollout|current|replay/NAME,
+    the logprobs that the loss uses instead of the trainer's (rollout is bypass mode); or
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
@@ -1122,7 +1120,8 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
-    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are written offline.
+    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are written
+    offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1167,7 +1166,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
-    """Call a verb with a progress bar; with `held_back`, suppress the output of libraries."""
+    """Call a verb with a progress bar; `held_back` suppresses the output of libraries."""
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1182,12 +1181,11 @@ def _tell(sentence: str) -> None:
 
 
 def _harmless(line: str) -> str:
-    """Return a line of CSV unchanged for a file or pipe; for a terminal, with control characters escaped."""
+    """Escape control characters in a line of CSV, but only for a terminal."""
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
 def _say(text: str) -> None:
-    """Print a text with control characters escaped."""
     _print(printable_lines(text))
     if _left_out:
         _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
@@ -1195,7 +1193,7 @@ def _say(text: str) -> None:
 
 
 _MOST_TOLD = 4000
-"""Maximum printed length of an error, in characters."""
+"""Maximum length of a printed error, in characters."""
 
 
 def _one_line(sentence: str) -> str:
@@ -1218,7 +1216,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Suppress terminal output from libraries, but not the progress and warnings of tim-trace."""
+    """Suppress the terminal output of libraries, but not our own progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:
@@ -1231,7 +1229,6 @@ def _library_output_held_back() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr if it is a terminal, unless --quiet."""
     context = click.get_current_context(silent=True)
     is_quiet = context is not None and context.meta.get(_QUIET, False)
     if is_quiet or not _stderr().isatty() or not total:
@@ -1289,7 +1286,6 @@ def _nothing_recorded(output: str, recording: Any) -> str:
 
 
 def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
-    """Yield notes about a replay, and the next command."""
     if results.sample is not None:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
@@ -1309,13 +1305,11 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
 
 def _sampled(sample: Sample) -> str:
-    """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
     return f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Describe the attached weights, and name the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "

@@ -1,7 +1,4 @@
-"""Analysis of traces: every verb of the command line as a function, imported on first use.
-
-Everything here runs without torch, except for replays.
-"""
+"""Every command of the CLI as a function, imported on first use. Only replays need torch."""
 
 from typing import TYPE_CHECKING
 

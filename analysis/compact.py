@@ -1,4 +1,4 @@
-"""Merge a trace's many files into a few ordered by step, so that readers open fewer files."""
+"""Merge a trace's many files into a few, sorted by step, so that reading opens fewer of them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,19 @@ COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after"
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""Tables of stored sums, by kind of sums and pair of passes."""
+"""Stored sums by (kind, pair of passes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction(Result):
-    """The result of compacting a trace."""
-
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
     tables: Rows
-    """One row per table: files and bytes before and after, and files left unmerged (replays and already large files)."""
+    """One row per table: files and bytes before and after, and files left unmerged (replays and already large ones)."""
 
     @property
     def has_changed(self) -> bool:
-        """Return True if any files were merged."""
         return any(row[1] for row in self.tables.rows)
 
 
@@ -52,11 +49,12 @@ def compact(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Compaction:
-    """Merge the files of all writers into a few of about `file_size` each, ordered by step and pass.
+    """Merge a trace's many files into a few of about `file_size` each, sorted by step and pass.
 
-    Results of all verbs stay the same, bit for bit. The trace is changed in place, or written to `output`, a folder or a URL;
-    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is
-    being recorded is not merged. Replays, distributions and weights keep separate files.
+    Every result stays the same, bit for bit. The trace is rewritten in place, or written to `output`, a folder or a
+    URL, where `force` replaces an existing trace. It is safe to interrupt: the trace stays complete, and the next call
+    picks up where it left off. A trace that is still being recorded is not merged. Replays, distributions and weights
+    keep separate files.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part is missing.
     """
@@ -66,16 +64,16 @@ def compact(
         merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress)
         path = os.fspath(output)
     else:
-        sums = _kept_sums(path)
+        sums = _valid_sums(path)
         merged = merge(path, file_bytes, progress)
         if any(table.files_before for table in merged):
-            _keep_sums(path, sums)
+            _restore_sums(path, sums)
     rows = [tuple(getattr(table, column) for column in COLUMNS) for table in merged]
     return Compaction(trace=path, tables=Rows(COLUMNS, rows))
 
 
-def _kept_sums(trace: str) -> _Sums:
-    """Read the stored sums that cover all sealed rows. These sums stay valid after merging."""
+def _valid_sums(trace: str) -> _Sums:
+    """Read the stored sums that cover every sealed row; merging does not change them."""
     try:
         source = open_source(trace)
         return {
@@ -88,8 +86,7 @@ def _kept_sums(trace: str) -> _Sums:
         return {}
 
 
-def _keep_sums(trace: str, sums: _Sums) -> None:
-    """Store the sums again for the merged rows, and index the new files."""
+def _restore_sums(trace: str, sums: _Sums) -> None:
     try:
         source = open_source(trace)
         if source.is_live:

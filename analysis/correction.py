@@ -1,4 +1,4 @@
-"""Corrections for off-policy tokens: weights computed from ratios, and rejection of sequences."""
+"""Published corrections for off-policy tokens: weights computed from ratios, and rejected sequences."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A correction rule: weights computed from token or sequence ratios, and bounds that reject sequences.
+    """A correction rule: how tokens are weighted, and which sequences are rejected.
 
-    d = logprob(a) - logprob(b). The ratio is rho = exp(d) for a token, and exp(sum of d) for a sequence. All bounds are on d or
-    rho; bounds that a framework puts on the inverse ratio are converted.
+    With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum of d) for a sequence. Bounds are
+    on d or rho, even where a framework bounds the inverse ratio.
     """
 
     name: str
     rule: str
-    """The rule's weight and bounds, in the notation of the publication or framework that defines the rule."""
+    """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Direction of the ratio that the rule's definition bounds: a/b or b/a; empty if the rule has no bounds."""
+    """Ratio that the paper or framework bounds, such as a/b or b/a; empty without bounds."""
     kept: str
-    """Condition under which a token or sequence is kept, in terms of rho = exp(d)."""
+    """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
     level: str = "none"
-    """Level at which the ratio for the weight is computed: `token`, `sequence`, or `none` for a constant weight of 1."""
+    """Ratio that sets the weight: `token`, `sequence`, or `none` for a constant weight of 1."""
     low: float = 0.0
-    """Lower bound on the ratio; ratios below the bound get a weight of 0."""
+    """Ratios below this get weight 0."""
     high: float = _INFINITY
-    """Upper bound on the ratio; a larger ratio gets the weight `high` if the rule truncates, else 0."""
+    """Ratios above this get weight `high` if `truncates`, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Lower bound on the sum of d in a kept sequence, nats; each d is clamped to +-20 nats."""
+    """Minimum sum of d in a kept sequence, nats, with each d clamped to +-20."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Lower bound on the mean d in a kept sequence, nats."""
+    """Minimum mean d in a kept sequence, nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Upper bound on mean(exp(d) - 1 - d) in a kept sequence, nats."""
+    """Maximum mean(exp(d) - 1 - d) in a kept sequence, nats."""
     k2_high: float = _INFINITY
-    """Upper bound on d^2 / 2 of every token in a kept sequence, nats."""
+    """Maximum d^2 / 2 of any token in a kept sequence, nats."""
     token_low: float = 0.0
-    """Lower bound on the ratio of every token in a kept sequence."""
+    """Minimum token ratio in a kept sequence."""
 
 
 def published(
     a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
     icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
 ) -> list[Correction]:  # fmt: skip
-    """Return the published corrections, by default with published thresholds. verl's presets always use their own
-    thresholds."""
+    """Return the published corrections, with published thresholds by default. verl's presets keep verl's own."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -95,7 +94,7 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for the given rules; with `zones`, they read precomputed zones from this query."""
+    """Define the correction macros for these rules. If given, the query `zones` supplies precomputed zones."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
@@ -115,14 +114,14 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the lower and upper token bounds of all rules, in ascending order. These bounds separate the zones."""
+    """Return the (lower, upper) token bounds of all rules, each sorted. They separate the zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for an integer that encodes which bounds of the rules a sequence's statistics pass."""
+    """Return SQL for an integer that encodes which of the rules' bounds a sequence passes."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -139,7 +138,7 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """Return an SQL expression that counts the lower bounds that a value reaches and the upper bounds that it exceeds."""
+    """Return SQL that counts the lower bounds a value reaches plus the upper bounds it exceeds."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"
@@ -154,7 +153,6 @@ def _tis(name: str, level: str, threshold: float, ratio: str) -> Correction:
 
 
 def _masked(name: str, weight: str, kept: str, ratio: str, **bounds: Any) -> Correction:
-    """Return a rule with a weight of 0 for tokens or sequences outside the bounds; `kept` is the condition as text."""
     return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept, **bounds)
 
 
@@ -171,7 +169,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d are bounds on the inverse ratio."""
+    """Return the presets of RolloutCorrectionConfig in verl 0.9.0. verl's k1 is -d, so its bounds are on 1 / rho."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

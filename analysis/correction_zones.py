@@ -1,6 +1,6 @@
-"""Sum tokens by zone, the interval between two bounds that contains a token's ratio; corrections need only these sums.
+"""Sum tokens by zone: the interval between two adjacent bounds that a token's ratio falls in. Corrections need no more.
 
-A sequence's sums depend only on its own tokens, so they are bitwise identical in any batch.
+A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
 Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens with one advantage sign and zone.
 """
@@ -28,21 +28,21 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""SQL types of a group's columns; corrections.sql documents the columns."""
+"""Columns of a group with SQL types; corrections.sql documents them."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Limit to which exponents are clamped, nats, as in verl; exp(20) is 4.9e8."""
+"""Exponents are clamped to +- this many nats, as in verl; exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Number of classes of advantages: negative, zero, positive, and not finite or missing."""
+"""Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""
 
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
-    """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns a list of groups per sequence."""
-    with suppress(duckdb.InvalidInputException):  # the function is not registered yet
+    """Register `correction_zones_of(a, b, mask, advantage, advantages)`: a list of groups per sequence."""
+    with suppress(duckdb.InvalidInputException):  # not registered yet
         connection.remove_function(FUNCTION)
     connection.create_function(
         FUNCTION, partial(_of_lists, bounds), ["FLOAT[]", "FLOAT[]", "BOOLEAN[]", "DOUBLE", "FLOAT[]"],
@@ -51,7 +51,7 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert rows of the macro `correction_lists` to one row per group, with the keys of the group's sequence."""
+    """Turn rows of the macro `correction_lists` into one row per group, with the keys of its sequence."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
@@ -67,7 +67,7 @@ def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advanta
 def _groups(
     bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
 ) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return the index [G] of each group's sequence, in ascending order, and the groups' columns (TYPES)."""
+    """Return each group's sequence index [G], ascending, and the groups' columns (TYPES)."""
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
     kept = tokens.where(tokens.counted_T)
@@ -92,8 +92,7 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the index [G] of each group's sequence within the block, and the [G] values of each column in TYPES, NaN
-    for NULL."""
+    """Return each group's sequence index [G] within the block, and [G] values per column of TYPES, NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T

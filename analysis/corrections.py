@@ -46,22 +46,22 @@ def corrections(
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
     Returns one row per correction and run, step, or (by length) quartile of sequence length in tokens.
-    d = logprob(a) - logprob(b); rho_t = exp(d) of a token; rho_seq and rho_geo are exp of the sum and the mean of d over a
-    sequence; exponents are clamped to 20 nats. `kept` is the condition for keeping a token or sequence, in terms of
-    rho; `bound_on` is the ratio that the source bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    With d = logprob(a) - logprob(b), rho_t is exp(d) of a token; rho_seq and rho_geo are exp of the sum and the mean of
+    d over a sequence; exponents are clamped to 20 nats. `kept` says when a token or sequence is kept, in terms of rho,
+    and `bound_on` which ratio the source bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    - cut: weight 0; truncated: weight lowered to its bound; touched: sequences with a cut token. Columns `_positive` and
-      `_negative` cover tokens with an advantage above and below 0; NULL if there are none.
+    - cut: weight 0; truncated: weight lowered to its bound; touched: sequences with a cut token. The `_positive` and
+      `_negative` columns cover tokens with an advantage above and below 0; NULL if there are none.
     - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), n over all tokens or sequences; ess_verl: 1 / mean((w / mean w)^2)
-      over tokens, as verl 0.9.0 logs it: from the weights alone, including rejected tokens.
-    - mass_cut_*: sum of rho over cut tokens divided by the sum of rho: the lost share of pass a's probability, which is
-      the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
-    - bias_*: mean |rho - w|, the maximum error of the mean of a function within [-1, 1], since E_a[f] - E_b[w f] =
-      E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound on the variance
-      of one weighted sample. Each per token or per sequence; NULL at a level whose ratio does not determine the weight.
+      over tokens, as verl 0.9.0 logs it: from the weights alone, rejected tokens included.
+    - mass_cut_*: sum of rho over cut tokens divided by the sum of rho: the share of pass a's probability that is lost,
+      which is the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the largest possible error in the mean of a function within [-1, 1], since
+      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper
+      bound on the variance of one weighted sample. Both per token and per sequence; NULL at a level whose ratio does
+      not set the weight.
 
-    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
-    tokens.
+    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) to spread the tokens over.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -94,7 +94,6 @@ def _rules(
 
 
 def _bounds(option: str, text: str) -> tuple[float, float]:
-    """Parse a text `low_high` as two bounds."""
     low, _, high = text.partition("_")
     try:
         bounds = float(low), float(high)
@@ -107,7 +106,7 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read all tokens of a pair once, in this process or on a cluster. Within the context, correction macros use the result."""
+    """Read a pair's tokens once, here or on a cluster; inside the context, the correction macros use the result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
@@ -136,7 +135,7 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
-    """Yield the token groups (zones) of each sequence in the given steps; sequences are numbered from 1."""
+    """Yield the zones of each sequence in a chunk; sequences are numbered from 1."""
     pair, chunk, bounds = unit
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
@@ -152,7 +151,6 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
 
 
 def _warn_of_advantages(database: Database) -> None:
-    """Warn that columns are NULL or partial if advantages are missing."""
     query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
     ((num_sequences, lacking),) = database.connection.execute(query).fetchall()
     if lacking:

@@ -1,7 +1,7 @@
-"""Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
+"""Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-The engine's digest is that of the tensor read back from the engine, or else of the tensor last sent to it. Identical
-digests mean identical bits in the engine's dtype, so nothing is estimated.
+The engine's digest is that of the tensor read back from it, or else of the tensor last sent to it. Equal digests mean
+equal bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Codes for why an engine's weights differ from the trainer's, used in the finding `weights_differ`."""
+"""Why an engine's weights differ from the trainer's: codes of the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition, true for rows whose tensor can be compared without knowledge of earlier versions."""
+"""SQL condition: the tensor can be compared without knowing earlier versions."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""SQL query that counts the tensors that the engine received unchanged from the trainer at every version."""
+"""Counts the tensors that the engine received unchanged from the trainer at every version."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -47,7 +47,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""SQL query that lists individually the tensors that `_COUNTED` does not count."""
+"""Lists every tensor that `_COUNTED` does not count."""
 
 
 _UNACCOUNTED = """
@@ -57,14 +57,14 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for steps sampled by a process without digests; a NULL dtype marks an engine that all processes share."""
+"""Steps sampled by a process that recorded no digests; a NULL dtype marks an engine that all processes share."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""SQL query for the steps in which training workers recorded the weights of their engines but no sequences, as in verl."""
+"""Steps at which training workers recorded their engines' weights but no sequences, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +73,35 @@ class EngineTensor:
 
     tensor: str
     causes: tuple[str, ...]
-    """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Causes that fit the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """The latest version whose tensor is bitwise equal to the engine's; None if the trainer never had such a tensor."""
+    """Latest version whose tensor equals the engine's bit for bit; None if the trainer never had such a tensor."""
     cast: str | None
-    """Intermediate dtype to which the trainer's tensor was cast on its way to the engine; None if not cast."""
+    """dtype that the trainer's tensor was cast to on its way to the engine; None if not cast."""
     is_loaded: bool
-    """True if the engine has the tensor that was last sent to it."""
+    """True if the engine holds the tensor last sent to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """State of one engine when it started to sample with a policy version."""
+    """One engine as it starts sampling with a policy version."""
 
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Version at which the engine last received each listed tensor, by name."""
+    """Version at which the engine last received each listed tensor."""
     agreeing: frozenset[str]
-    """Names of the listed tensors that are identical to the trainer's."""
+    """Listed tensors that equal the trainer's."""
     num_agreeing: int
-    """Number of tensors, whether listed or only counted, that are identical to the trainer's."""
+    """Tensors that equal the trainer's, listed or only counted."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Number of tensors whose digest is missing for the engine or the trainer."""
+    """Tensors without a digest from the engine or the trainer."""
     num_updated: int
-    """Number of agreeing tensors that changed since the previous version."""
+    """Agreeing tensors that changed since the previous version."""
     was_given: bool
-    """True if the engine has received at least one tensor by this version."""
+    """True if the engine has received any tensor so far."""
 
     @property
     def num_known(self) -> int:
@@ -110,44 +110,44 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFault:
-    """One cause of differing weights, and the last version at which weights differed for this cause."""
+    """One reason why weights differ, as of the last version it affects."""
 
     cause: str
     tensor: str
-    """Name of the differing tensor with the oldest bits at this version."""
+    """Differing tensor with the oldest bits."""
     version: int
-    """Version of the trainer's weights when weights last differed."""
+    """Last version affected."""
     holds_version: int | None
     given_version: int | None
-    """The version at which the engine last received the tensor; None if never."""
+    """Version at which the engine last received the tensor; None if never."""
     is_loaded: bool
-    """True if the engine has the tensor that was last sent to it."""
+    """True if the engine holds the tensor last sent to it."""
     num_tensors: int
-    """Number of differing tensors at the version of the fault."""
+    """Differing tensors at `version`."""
     of_tensors: int
     num_versions: int
-    """Number of versions at which weights differed for this cause."""
+    """Versions affected."""
     of_versions: int
     first_version: int
     cast: str | None
     steps: frozenset[int]
-    """Steps sampled with weights that differed for this cause."""
+    """Steps sampled with affected weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """The result of comparing the digests of engine and trainer for the given steps."""
+    """Which steps were sampled with the trainer's weights, and why the others were not."""
 
     faults: tuple[EngineFault, ...] = ()
-    """Faults found, starting with the cause that explains the most differences."""
+    """The fault that explains the most differences comes first."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
-    """Steps sampled with exactly the trainer's weights."""
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield every policy version with which an engine sampled, in order. For repeated steps, only the newest attempt counts.
+    """Yield each engine at every policy version it sampled with, in order.
 
-    Tensors that the engine always received unchanged are only counted, unless `every_tensor`.
+    Of repeated steps, only the newest attempt counts. Tensors that the engine always received unchanged are counted
+    rather than listed, unless `every_tensor`.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -176,7 +176,7 @@ _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Record the trainer's tensor at a version; return True if the tensor changed."""
+    """Record the trainer's tensor at a version; return True if it changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -184,8 +184,6 @@ def _note(had: dict[int, int], own: int, version: int) -> bool:
 
 
 class _Engine:
-    """One engine, followed from version to version."""
-
     def __init__(self) -> None:
         self._has: dict[str, int] = {}
         self._given: dict[str, int] = {}
@@ -196,8 +194,8 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` has the number of tensors that are only counted, all of which agree, and
-        the number of these that changed."""
+        """Compare the next version. `plain` counts the unlisted tensors, which all agree, and how many of them
+        changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -228,7 +226,7 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of a difference in one tensor; `is_new` is True if the engine just received it."""
+    """Return the causes that fit one differing tensor; `is_new` means that the engine just received it."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -239,7 +237,7 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """Compare the digests of engine and trainer for all steps in a database's first trace."""
+    """Compare the digests of engine and trainer in a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
@@ -251,7 +249,6 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """Return the verdict for the given steps, or for all steps if `steps` is None."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
@@ -265,8 +262,7 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Return the differences at one version by cause. `is_late` is True if the engine has outdated tensors other than
-    the base weights under an adapter."""
+    """Group one version's differences by cause. `is_late`: tensors other than an adapter's base weights are stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -303,11 +299,11 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare the engine's tensors with the trainer's, as of the last time the engine started to sample.
+    """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
 
-    Each row has the trainer's version, the version at which the engine last received the tensor, the latest version
-    whose bits the engine has, whether they agree, the number of versions at which they differed, and why. With `by`
-    module, layers are grouped, and each row shows the tensor with the oldest bits.
+    `given_version` is when the engine last received the tensor, `holds_version` the latest version whose bits it has,
+    and `num_differ` the number of versions at which the two differed. by="module" groups layers; each row then shows
+    the group's tensor with the oldest bits.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
@@ -331,7 +327,6 @@ _Row = tuple[str, int, int | None, int | None, bool | None, int, int, str | None
 
 
 def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> list[_Row]:
-    """Return one row per tensor in one engine."""
     last, seen, wrong, causes = versions[-1], Counter[str](), Counter[str](), {}
     for version in versions:
         seen.update(version.agreeing)
@@ -352,7 +347,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the one that differed at the most versions or, in a tie, the one with the oldest bits."""
+    """Keep one row per name: the one that differed at the most versions, then the one with the oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

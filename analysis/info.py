@@ -35,41 +35,36 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt to which the writer belongs; None if it wrote outside a training run, or if not recorded."""
+    """Training attempt that it belongs to; None outside a training run, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, the writer's `process` was found, its machine `restarted`, or the
-    `age` of the last sign of life."""
+    """How `state` is known: the writer `closed`, its `process` was found, its machine `restarted`, or by the `age` of
+    its last sign of life."""
     silent_s: float | None
-    """Seconds since the writer's last sign of life, if `known_by` is `age`."""
+    """Seconds since its last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
-    """Time that training waited for the disk, in seconds."""
+    """Seconds that training spent waiting for the disk."""
     error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassInfo:
-    """One pass."""
-
     name: str
     num_rows: int
-    """Number of score rows that have logprobs."""
+    """Score rows with logprobs."""
     num_sequences: int
     engine: str | None
     num_contracts: int
     num_captured: int
     num_routed: int
-    """Number of score rows that have router choices."""
+    """Score rows with router choices."""
     note: str | None
-    """Note that scores cover only a sample, or why the pass has no scores (from its contract); None if there is no
-    note."""
+    """That scores cover only a sample, or why there are none (from the contract); otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceInfo(Result):
-    """A summary of a trace."""
-
     _text = "tim_trace.analysis.info_text:info_text"
 
     run: str
@@ -81,7 +76,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """Exit code of the recorded command; None while the command runs, or if there was no command."""
+    """None while the command runs, or if there was no command."""
     state: str
     """`live`, `finished`, `killed` or `stopped`."""
     capture: str
@@ -91,7 +86,7 @@ class TraceInfo(Result):
     model_dtypes: dict[str, int]
     tokenizer: str | None
     versions: dict[str, str]
-    """Versions of the libraries that affect numbers."""
+    """Versions of Python and of the libraries that affect the numbers."""
     first_step: int | None
     last_step: int | None
     num_steps: int
@@ -100,25 +95,25 @@ class TraceInfo(Result):
     num_response_tokens: int
     num_metrics: int
     num_eval_sequences: int
-    """Number of sequences sampled for evaluation, which other counts exclude."""
+    """Sequences sampled for evaluation, which no other count includes."""
     num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Number of bytes in each folder; `dense` contains the captured distributions."""
+    """Bytes per folder; `dense` holds the captured distributions."""
     num_captured: int
     num_located: int = 0
-    """Number of stored `locate` results."""
+    """Stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     judged: tuple[str, ...] = field(default=())
-    """One sentence for each process that is not visible from this machine: why it counts as live or ended."""
+    """Processes that are not visible from this machine: why each counts as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
-    """Descriptions of data that the trace lacks, one sentence each."""
+    """What the trace lacks, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """Descriptions of unreadable or missing files, which no result includes, one sentence each."""
+    """Unreadable or missing files, which no result includes, one sentence each."""
     ignored: tuple[str, ...] = field(default=())
-    """Descriptions of files that do not belong to the trace, one sentence each."""
+    """Files that do not belong to the trace, one sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -209,7 +204,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum number of sequences whose names are compared at once. A step with more sequences is processed alone."""
+"""Sequences whose names are compared at once; a larger step is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -221,7 +216,6 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Describe data that a reader would expect but that the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -248,7 +242,6 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
 
 
 def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
-    """Return why an imported trace cannot be replayed, and what to do."""
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
@@ -267,7 +260,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences not scored by it, first step, last step) for every pass except replays."""
+    """Yield (pass, number of sequences it did not score, first step, last step); replays are left out."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:
@@ -282,7 +275,6 @@ def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values
 
 
 def _judged(source: Source) -> list[str]:
-    """Explain why open writers whose process is not visible from this machine count as live or ended."""
     found = []
     for state in source.writers:
         judged = source.liveness[state.writer]
@@ -317,7 +309,7 @@ def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: 
 
 
 def duration(seconds: float) -> str:
-    """Render a time in a suitable unit.
+    """Format a duration in a suitable unit.
 
     >>> duration(40.2), duration(900), duration(20_000), duration(3 * 86400)
     ('40 s', '15 min', '6 h', '3 d')
@@ -329,7 +321,7 @@ def duration(seconds: float) -> str:
 
 
 def state_of(source: Source) -> str:
-    """Return whether a trace is `live`, `finished`, `killed` or `stopped`."""
+    """Return `live`, `finished`, `killed` or `stopped`."""
     return _state(source, [_writer(source, state, 0, 0) for state in source.writers if not state.is_launcher])
 
 

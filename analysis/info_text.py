@@ -25,7 +25,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
     parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts.items() if value)]
     if info.passes:
         parts.append(to_text(_passes(info), width))
-    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(map(_is_telling, info.writers)):
+    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(map(_is_notable, info.writers)):
         parts.append(to_text(_writers(info), width))
     if info.attempts:
         parts.append(f"{to_text(_attempts(info), width)}\n\n{_newest_counts(info)}")
@@ -36,7 +36,6 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
 
 
 def _facts(info: TraceInfo) -> dict[str, str]:
-    """Return the facts by name; empty facts are not shown."""
     exited = f", the command exited with {info.exit_code}" if info.exit_code is not None else ""
     size = f"{info.num_parameters:,} parameters" if info.num_parameters else ""
     largest = sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
@@ -63,11 +62,10 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 
 _WORTH_TELLING = 0.05
-"""A writer is listed if training waited for the disk at least this long, in seconds."""
+"""A writer is listed if it made training wait for the disk at least this long, in seconds."""
 
 
-def _is_telling(writer: WriterInfo) -> bool:
-    """Return True if a writer should be listed: it did not finish, or it made training wait for the disk."""
+def _is_notable(writer: WriterInfo) -> bool:
     return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
 
 
@@ -95,8 +93,8 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    # Writers of replays have no sequences and are left out once they have finished.
-    shown = [w for w in info.writers if w.num_sequences or _is_telling(w)] or info.writers
+    # Replay writers have no sequences; those that finished are left out.
+    shown = [w for w in info.writers if w.num_sequences or _is_notable(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 
 

@@ -1,4 +1,4 @@
-"""Find the operator where two executions diverge, and keep the result in the trace."""
+"""Find the operator where two executions diverge, and store the result in the trace."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ def locate(
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Sequences of one recorded step run through two executions of the recorded weights: a is `arm` (by default as
-    recorded), and b is `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either
-    execution, `engine=exact` the exact engine. Each operator's output is compared with that of a float64 model on the
-    same inputs, so errors from earlier operators do not count. The divergence is the first operator whose error exceeds
-    what rounding can cause, given its dtype and the length of its sums. `carried` is the share of the mismatch that
-    each operator's own error accounts for.
+    recorded), b is `against` (by default the recorded model in float64). `engine=vllm` runs either one in vLLM,
+    `engine=exact` in the exact engine. Each operator is compared with a float64 model on the same inputs, so errors
+    from earlier operators do not count. The divergence is the first operator whose error exceeds what rounding can
+    cause, given its dtype and the length of its sums. `carried` is the share of the mismatch due to an operator's own
+    error.
 
-    `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
+    `steps` is a single step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
     both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated parts
-    of names, such as `q_proj,rotary`) limit which operators are checked and patched. `patch="kinds"` computes each kind
-    of operator of one execution with the other's code, on its own inputs, and measures how much of the mismatch that
-    removes; `"none"` skips it. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model
-    with the user's code, which also runs once in float64, where rounding hides nothing.
+    of names, such as `q_proj,rotary`) limit what is checked and patched. `patch="kinds"` computes one kind of operator
+    at a time with the other execution's code, on the same inputs, and measures how much of the mismatch that removes;
+    `"none"` skips this. `model_factory` (for a) and `against_factory` (for b), as module:function, build the model with
+    your own code, which also runs once in float64, where rounding hides nothing.
 
-    With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier result with the same options;
-    `diagnose` and the views `operators` and `patches` read it there. `not_kept` is the reason if it could not be stored.
-    Without `keep`, nothing is written.
+    `keep` stores the result in `locate/` of a local trace, replacing an earlier one with the same options; `diagnose`
+    and the views `operators` and `patches` read it from there. If it could not be stored, `not_kept` says why.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -75,9 +74,9 @@ def locate(
 
 
 def question_id(question: LocateQuestion) -> str:
-    """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
+    """Return the XXH3-64 of a question's canonical JSON as 16 hexadecimal digits.
 
-    The hash includes an arm's changes but not its name, so options that later releases add do not change ids.
+    An arm is hashed by its changes rather than its name, so options added in later releases do not change ids.
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}

@@ -7,20 +7,19 @@ from .location import Location, PatchShare, location_rows
 from .rows import MAIN_COLUMNS, Rows, shown, to_text
 
 _MOST_ROWS = 12
-"""Maximum number of table rows shown on a terminal."""
+"""Maximum number of table rows to show."""
 _LEAST = 5e-4
-"""Rows that account for less than this share of the mismatch are not shown on a terminal."""
+"""Rows below this share of the mismatch are not shown."""
 _REMOVES = 0.5
 """Share of the mismatch that a patch must remove to be reported as the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Replay options that compute operators more precisely, by kind of operator."""
+"""Replay options that compute a kind of operator more precisely."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
-    """Render the operator where two executions diverge."""
     named = found
     found = shown(found)
     groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
@@ -70,7 +69,6 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """Return the rows with the largest values, at most _MOST_ROWS and none that is negligible."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]
@@ -78,7 +76,6 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 
 def location_sentence(found: Location) -> str:
-    """Return one or two sentences on where the executions diverge, including the operators that were checked."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
 
@@ -117,7 +114,7 @@ def next_command(found: Location) -> str:
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Return the patches that replace a single kind of operator, or the choice of experts."""
+    """Return the patches of a single kind of operator, or of the choice of experts."""
     singles = {ROUTES, *(each.kind for each in found.kinds)}
     return [each for each in found.patches if each.patch in singles]
 

@@ -1,5 +1,4 @@
-"""The result of `locate`: where two executions diverge, and shares of the mismatch with intervals. Also reads the results
-stored in a trace, and makes the rows of the SQL views `operators` and `patches`.
+"""The result of `locate`, computed or read from a trace, and the rows of the SQL views `operators` and `patches`.
 
 Shapes: S sequences in the selected step.
 """
@@ -42,7 +41,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of the mean squared mismatch removed by computing some operators of one execution with the other's code."""
+    """Share of the mean squared mismatch removed by computing some operators of one side with the other's code."""
 
     patch: str
     taker: str
@@ -55,28 +54,26 @@ class PatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Findings, Result):
-    """Where two executions diverge, on some sequences of a step, and how much each operator contributes."""
+    """Where two executions diverge on sequences of a step, and how much each operator contributes."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals."""
+    """Resampling units of the intervals."""
     no_interval: str | None
-    """Reason why shares have no interval; None if they have one."""
+    """Why the shares have no interval; None if they do."""
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 that the operators' own errors account for together: 1 if the model is linear in the errors;
-    None without a mismatch.
-    """
+    """Share of mean d^2 due to all own errors: 1 if the model is linear in them; None without a mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
     kept: str | None = None
     """Path of the result in the trace; None if not stored."""
     not_kept: str | None = None
-    """Reason why the result could not be stored; None if it was stored, or if `keep` was off."""
+    """Why the result could not be stored; None if it was, or if `keep` was off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
@@ -118,7 +115,7 @@ def _carried(
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
 ) -> Iterator[OperatorShare]:
-    """Yield, for each key, the share of the mismatch that its operators account for, largest first."""
+    """Yield each key's share of the mismatch, largest first."""
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:
@@ -144,7 +141,6 @@ def _summed(place: Mapping[str, int], products: Sequence[Mapping[str, float]]) -
 
 
 def location_rows(found: Location, by: str = "kind") -> Rows:
-    """Return one row per kind of operator, operator, layer, or patch."""
     tables: dict[str, Sequence[Any]] = {
         "kind": found.kinds, "operator": found.operators, "layer": found.layers, "patch": found.patches,
     }  # fmt: skip
@@ -153,8 +149,6 @@ def location_rows(found: Location, by: str = "kind") -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedResult:
-    """One stored result."""
-
     run: str
     id: str
     location: Location
@@ -164,7 +158,7 @@ class LocatedResult:
 
 @cached
 def read_located(database: Database) -> tuple[LocatedResult, ...]:
-    """Return the stored results for a database's steps, newest last; warn about unreadable ones."""
+    """Read the stored results for a database's steps, newest last; warn about unreadable ones."""
     found = []
     for source in database.sources:
         results, damaged = read_results(source.store)
@@ -175,7 +169,7 @@ def read_located(database: Database) -> tuple[LocatedResult, ...]:
 
 
 def newest(database: Database) -> LocatedResult | None:
-    """Return the newest stored result; None if none can be read."""
+    """Return the newest readable result, or None."""
     return next(reversed(read_located(database)), None)
 
 
@@ -186,7 +180,7 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """Return the rows for both views: one row per result and operator, and one row per result and patch."""
+    """Return the rows of both views: one per result and operator, or per result and patch."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(kind, carried))
@@ -200,7 +194,6 @@ _ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
 
 
 def _schema(kind: type, shares: Iterable[str]) -> pa.Schema:
-    """Return the columns that identify the result, then the fields of its rows, then the `shares`."""
     named = {"run": "str", "result": "str", "step": "int", "a": "str", "b": "str"}
     own = {"forward_order" if each.name == "order" else each.name: str(each.type) for each in fields(kind)}
     columns = named | own | dict.fromkeys(shares, "float")

@@ -1,4 +1,4 @@
-"""Run SQL over traces, from a call or a prompt. Queries are read-only and confined to the traces."""
+"""Run SQL over traces, from a call or at a prompt. By default, queries can only read, and only the traces."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Exceptions caused by the query itself, not by the contents of files."""
+"""Errors that the query itself causes, not the contents of files."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
 def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
     """Run a DuckDB SQL query on one or more traces.
 
-    `connect` lists the views and macros. Without `unsafe`, a query can only read, and only from the traces.
-    Raises InvalidQuery with DuckDB's message if the query is wrong.
+    `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only the traces. Raises
+    InvalidQuery with DuckDB's message if the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
 
 
 class Session:
-    """Open traces for several queries."""
+    """Traces kept open for several queries."""
 
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = open_database(traces)
@@ -54,7 +54,7 @@ class Session:
                 self._database.connection.execute(f"SET {setting}")
 
     def ask(self, query: str) -> Rows:
-        """Run a query and return its rows; with several statements, return the rows from the last one."""
+        """Run a query; if it has several statements, return the rows of the last one."""
         return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
 
     def _answer(self, query: str) -> Rows:
@@ -88,7 +88,7 @@ class Session:
             raise InvalidQuery(_explained(str(error))) from error
 
     def _define_facts(self) -> None:
-        """Define the view `facts` of `attribute`, which judges the run."""
+        """Define the view `facts`, on demand because this runs all of `attribute`'s analysis."""
         from .attribution.attribute import facts_table
 
         self._has_facts = True
@@ -97,7 +97,7 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless the statement only reads; a statement in EXPLAIN counts, as EXPLAIN ANALYZE runs it."""
+    """Raise InvalidQuery unless a statement only reads. EXPLAIN counts as its inner statement, which ANALYZE runs."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
@@ -132,7 +132,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def prompt(session: Session, show: Callable[[Rows], None]) -> None:
-    """Read and answer queries until the input ends; report errors and continue."""
+    """Answer queries until the input ends; errors are printed and do not end the session."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     print(GREETING, file=sys.stderr)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
-    """Render the plan of a replay: one row per arm."""
     return to_text(plan_rows(plan), width)
 
 
@@ -26,7 +25,6 @@ def plan_rows(plan: ReplayPlan) -> Rows:
 
 
 def estimate_sentence(plan: ReplayPlan) -> str:
-    """Render the expected duration of a replay."""
     assert plan.seconds is not None
     tokens, arms = sum(arm.num_tokens for arm in plan), [arm for arm in plan if arm.num_tokens]
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
@@ -46,17 +44,15 @@ def _duration(seconds: float) -> str:
 
 
 def not_held_reason(code: str) -> str:
-    """Explain why replaying as recorded did not reproduce the recorded bits."""
+    """Say why the replay as recorded did not reproduce the recorded bits."""
     return WHY[code].format(name="").replace("  ", " ")
 
 
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
-    """Render replays: one row per arm."""
     return to_text(table(by_arm(found)), width)
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
-    """Render how the mismatch splits between trainer and engine."""
     found = shown(found)
     why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
@@ -83,7 +79,6 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 
 
 def triangulation_sentence(found: Triangulation) -> str:
-    """Return a sentence on how the mismatch splits between trainer and engine."""
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
     larger = max(found.sides, key=lambda side: side.share)
@@ -107,7 +102,6 @@ _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 
 def gradient_text(found: GradientReport, width: int | None = None, by: str = "step") -> str:
-    """Render gradients: one row per step and arm; per step, arm and module; or per arm over all steps."""
     found = shown(found)
     rows = gradient_rows(found, by)
     loss = found.loss
@@ -117,7 +111,7 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Return a sentence on whether the recorded gradient norms were reproduced."""
+    """Say whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:

@@ -1,4 +1,4 @@
-"""Agreement between the router choices in two passes, for the macros in sql/routing.sql.
+"""Agreement between two passes' router choices, for the macros in sql/routing.sql.
 
 Shapes: N tokens in a sequence, L layers with a router, S experts selected per token.
 """
@@ -21,33 +21,32 @@ from .trace.ragged import struct_fields
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
-"""Names of the SQL functions: agreement per layer of a sequence, and per token."""
+"""SQL functions for the agreement per layer of a sequence, and per token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types of the run, the group and first row in pass a and then in pass b, and the number of tokens."""
+"""Run; group and first row in pass a, then in pass b; number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
 }  # fmt: skip
 _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
-"""SQL types of the fields that routing_counts_of returns."""
 
 
 class Agreement(NamedTuple):
     """Agreement between two routings of the same tokens, choice by choice."""
 
     known_NL: np.ndarray
-    """bool: True if both passes routed the token in this layer."""
+    """bool: both passes routed the token in this layer."""
     same_experts_NL: np.ndarray
-    """bool: True if both passes chose the same set of experts."""
+    """bool: both passes chose the same set of experts."""
     same_order_NL: np.ndarray
-    """bool: True if both passes chose the same experts in the same slots."""
+    """bool: both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Number of common experts divided by S."""
+    """Experts in common divided by S (by the larger S if they differ)."""
     num_weights_NL: np.ndarray
-    """Number of common experts with weights in both passes."""
+    """Experts in common that have weights in both passes."""
     abs_dweight_NL: np.ndarray
-    """Sum of |weight a - weight b| over the common experts with weights in both passes."""
+    """Sum of |weight a - weight b| over these experts."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
@@ -75,7 +74,7 @@ def compare(a: Routing, b: Routing) -> Agreement:
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:
-    """Return sums per layer over the tokens that both passes routed."""
+    """Sum each layer over the tokens that both passes routed."""
     columns = {
         "num_tokens": found.known_NL,
         "num_same_experts": found.same_experts_NL,
@@ -89,8 +88,7 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Return, for each token, the number of layers that both passes routed, and the number in which their experts
-    differ."""
+    """Count, for each token, the layers that both passes routed and those in which their experts differ."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -99,9 +97,9 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 
 
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
-    """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups, on a connection.
+    """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
 
-    They are safe in confined queries, because they open only groups in the dense/ folders of these traces.
+    Confined queries may call them: they open nothing but groups in the dense/ folders of these traces.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -125,7 +123,7 @@ MACROS = MacroFile[Database](
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
-    """Compare rows of scores; `a` and `b` are columns of groups and first rows."""
+    """Compare rows of scores; `a` and `b` are columns of groups and of first rows."""
     runs, counts = run.to_pylist(), num_tokens.to_pylist()
     sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
     return [compare(one, other) for one, other in zip(*sides, strict=True)]
@@ -134,7 +132,6 @@ def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: An
 def _read(
     stores: dict[str, Store], runs: list[str], groups: list[str], starts: list[int], counts: list[int]
 ) -> list[Routing]:
-    """Read the routing of rows of scores, one batch per run."""
     found: dict[int, Routing] = {}
     for run in set(runs):
         rows = [row for row, name in enumerate(runs) if name == run]

@@ -20,7 +20,7 @@ from ..schemas.steps import ALL_STEPS
 
 
 def cell_len(text: str) -> int:
-    """Return the width of a text in terminal cells."""
+    """Return a text's width in terminal cells."""
     from rich.cells import cell_len as measured  # keeps --help fast
 
     return measured(text)
@@ -34,8 +34,6 @@ def _cut(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows(Table):
-    """A table of results."""
-
     _text = "tim_trace.analysis.rows:to_text"
 
     columns: tuple[str, ...]
@@ -48,11 +46,10 @@ class Rows(Table):
         return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
-        """Return each row as a dict that maps columns to values."""
+        """Return each row as a dict keyed by column."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def without(self, columns: Collection[str]) -> Rows:
-        """Return the table without some columns."""
         kept = [index for index, name in enumerate(self.columns) if name not in columns]
         return Rows(tuple(self.columns[i] for i in kept), [tuple(row[i] for i in kept) for row in self.rows])
 
@@ -70,14 +67,14 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Return a table with one row per instance of a dataclass."""
+    """Make a table with one row per dataclass instance."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON. NaN and infinities, which JSON lacks, become the strings `NaN`, `Infinity` and
-    `-Infinity`; null means "not recorded". Terminal control characters are escaped."""
+    """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
+    the strings `NaN`, `Infinity` and `-Infinity`; null means "not recorded"."""
     text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -85,7 +82,7 @@ def to_json(value: Any) -> str:
 
 
 def to_csv(rows: Rows) -> Iterator[str]:
-    """Yield a table as CSV lines: numbers with all digits, NULL as an empty field."""
+    """Yield CSV lines, with numbers at full precision and NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
         # csv quotes a cell with a newline only if the line terminator contains that character; "\r\n" covers both.
@@ -94,10 +91,10 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with six-digit numbers, one line per row. A few long rows become lists of names and values.
+    """Render a table, one line per row, with numbers to six digits. A few long rows become lists of names and values.
 
-    A table wider than `width` keeps the columns that fit: first those in `main`, in that order, then the others in
-    table order. A ColumnsLeftOut warning lists the dropped columns.
+    A table wider than `width` loses columns, with a ColumnsLeftOut warning that lists them. Columns in `main` are kept
+    first, in that order, then the others from left to right.
     """
     if not rows.columns:
         return ""
@@ -115,8 +112,6 @@ def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> s
 
 
 class _Column:
-    """A column of a table as text."""
-
     def __init__(self, name: str, place: int, cells: list[str], values: Sequence[Any]):
         self.name, self.place, self.cells = name, place, cells
         self.is_text = not values or not all(value is None or _is_number(value) for value in values)
@@ -128,25 +123,23 @@ class _Column:
         self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
 
     def fold(self) -> None:
-        """Wrap a long name so that the values determine the column's width."""
+        """Wrap a long name so that the values set the column's width."""
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
         self._measure()
 
     def cut(self, width: int) -> None:
-        """Truncate texts to `width`."""
         self.cells = [text if cell_len(text) <= width else _cut(text, width - 1) + "~" for text in self.cells]
         self._measure()
 
     def padded(self, text: str) -> str:
-        """Pad a cell to full width; numbers are right-aligned."""
         room = " " * (self.width - cell_len(text))
         return text + room if self.is_text else room + text
 
 
 _SHORTEST_TEXT = 12
-"""Width, in characters, below which texts and names are not cut."""
+"""Texts and names are not cut below this width, in characters."""
 _MOST_NAMED = 6
-"""Maximum number of dropped columns named in the warning."""
+"""Maximum number of dropped columns to name in the warning."""
 _LONG_TEXT = 40
 """Texts shorter than this, in characters, are not wrapped."""
 _MOST_LISTS = 4
@@ -168,7 +161,6 @@ def _folded(name: str, width: int) -> list[str]:
 
 
 def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list[_Column]:
-    """Return the columns that fit into `width`, in table order; warn about dropped columns."""
     for column in columns:
         column.fold()
     rank = {name: place for place, name in enumerate(main)}
@@ -228,7 +220,6 @@ def _fits_as_lists(columns: Sequence[_Column], width: int) -> bool:
 
 
 def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
-    """Render rows side by side as lists of names and values, with long texts wrapped."""
     names, values = _list_widths(columns)
     lines = []
     for column in columns:
@@ -273,27 +264,24 @@ def _spelled(code: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` to each line of a text."""
+    """Apply `printable` line by line."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Wrap text to a width, indenting each line; if the width is None, return one line."""
+    """Wrap and indent text; with a width of None, return one line."""
     if width is None:
         return indent + text
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def of_steps(steps: str) -> str:
-    """Return the steps of a result as a phrase to follow the trace's name; empty for all steps."""
+    """Return the selected steps as a suffix to the trace's name; empty for all steps."""
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def shown(value: Any) -> Any:
-    """Apply `printable` to all texts in a result, so that text from a trace cannot imitate the program's output.
-
-    Values other than texts, dataclasses and collections stay unchanged.
-    """
+    """Apply `printable` to every text in a result, so that a trace's text cannot pass for the program's output."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -357,7 +345,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
-"""Columns to keep by name of the table, most important first. Tables not listed here keep their first columns."""
+"""Columns to keep if a table is too wide, most important first. Tables not listed keep their first columns."""
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
-"""Columns dropped first if all rows have the same value."""
+"""Columns to drop first if every row has the same value."""

@@ -10,13 +10,11 @@ Measured = float | int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One statement in a result."""
-
     code: str
-    """Stable code, listed in the catalogue of its package's text module."""
+    """Stable code, which the package's text module maps to a sentence."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    """Render statements from a catalogue that maps codes to format strings."""
+    """Render statements; the catalogue maps codes to format strings."""
     return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)

@@ -23,11 +23,11 @@ from .views import open_database
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
-"""Values of `by` that are allowed together with `like`."""
+"""Values of `by` that work with `like`."""
 _FEW = 8
-"""Maximum number of traces that are processed together regardless of their size."""
+"""Up to this many traces are processed together, whatever their size."""
 _TOGETHER = 64
-"""Maximum number of traces per database when computing missing sums."""
+"""Maximum number of traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -45,26 +45,25 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call reads
-    no tokens.
+    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call
+    reads no tokens.
 
-    If both passes have router choices, the column `routing_agreement` is the share of choices with the same experts, and
+    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite value
+    in both; NaN and infinities are counted separately. The columns are those of the SQL macros `pair_runs`,
+    `pair_steps` and `pair_sequences`, plus those of `pair_distribution_runs`, `_steps` and `_sequences` if both passes
+    captured distributions. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+
+    If both passes have router choices, `routing_agreement` is the share of choices with the same experts, and
     `by="layer"` gives one row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
-    value in both; NaN and infinities are counted. The SQL macros `pair_runs`, `pair_steps` and `pair_sequences` define the
-    columns; those of `pair_distribution_runs`, `_steps` and `_sequences` follow if both passes captured distributions.
-    `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    Above 33,554,432 tokens, a run's quantiles come from histograms per step, and `quantile_error` bounds their relative
+    error: 2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
 
-    For a run of more than 33,554,432 tokens, quantiles come from histograms per step. The column `quantile_error` bounds
-    their relative error: 2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
+    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) to spread the tokens over.
 
-    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
-    tokens.
-
-    `like` returns a framework's metrics under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`, `prime-rl`
-    or `openrlhf`, one row per step, or one for the run as a single batch. `options` are then the framework's options, the
-    fields of its dataclass in `analysis.frameworks`; pass a of the pair is the trainer, b the engine.
+    `like` (`verl`, `trl`, `slime`, `nemo-rl`, `prime-rl` or `openrlhf`) returns that framework's metrics under its own
+    names and definitions, one row per step, or one for the run as a single batch. `options` are then the framework's
+    options, the fields of its dataclass in `analysis.frameworks`; pass a is the trainer, b the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -112,10 +111,7 @@ def stats(
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
-    """Compute and store missing sums batch by batch, if many traces lack them; return True if any were stored.
-
-    Sums stored before an interruption are kept.
-    """
+    """Store sums batch by batch if many traces lack them, so that an interruption loses little; return True if so."""
     lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
     if len(lacking) <= _FEW or database.ray is not None:
         return False
@@ -142,7 +138,7 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Describe the error of the quantiles in rows of `stats`; empty if they are exact."""
+    """Describe the error of the quantiles in `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []
@@ -156,10 +152,7 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Return the source of the metrics of `stats` with `like`, and notes on these traces; empty without `like`.
-
-    `options` are those of `stats`.
-    """
+    """Say where the metrics of `stats` with `like` are defined, with caveats; empty without `like`."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

@@ -1,8 +1,8 @@
-"""Attribute the mismatch to trainer and engine: the error of each, measured against a replay in higher precision.
+"""Attribute the mismatch to trainer and engine by measuring the error of each against a replay in higher precision.
 
-With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
-mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is
-its mean square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+Let t, r and f be the logprobs of the trainer, the engine and the reference. The errors are e_t = t - f and e_r = r - f,
+and the mismatch is d = t - r = e_t - e_r, so mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r. A side's share is its
+mean square minus the common term, share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKENS = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideErrors:
-    """The error of the trainer or the engine against the reference."""
+    """Error of the trainer or the engine against the reference."""
 
     name: str
     mean: float
@@ -53,15 +53,15 @@ class SideErrors:
     rms: float
     """nats"""
     share: float
-    """Share of mean d^2 that the side's error accounts for."""
+    """Share of mean d^2 due to this side's error."""
     share_low: float | None
-    """Lower end of the share's 95% interval over groups of sequences; None without an interval."""
+    """Lower end of the 95% interval over groups of sequences; None without an interval."""
     share_high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Trainer and engine errors, and how much of the mismatch each individual change removes."""
+    """Trainer and engine error, and how much of the mismatch each change removes on its own."""
 
     _text = "tim_trace.analysis.replay_text:triangulation_text"
 
@@ -70,23 +70,23 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals: a step's sequences with the same group_id, or one without group_id."""
+    """Resampling units of the intervals: the sequences of a step with the same group_id, or one without group_id."""
     no_interval: str | None
-    """Reason why shares have no interval; None if they have one."""
+    """Why the shares have no interval; None if they do."""
     num_tokens: int
     gap_rms: float
     """Root mean square of d = logprob(train) - logprob(rollout), nats."""
     resolution: float
-    """Mean rounding error, in nats, of the reference, which is stored as float32; smaller errors cannot be measured."""
+    """Mean rounding error of the reference, nats: it is stored as float32, so smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
-    """True if the replayed steps reproduced the recorded bits."""
+    """True if the replay reproduced the recorded bits."""
     not_held: str | None
-    """Code in `ReplayedStep` for why the recorded bits were not reproduced; None if they were, or nothing was replayed."""
+    """Code of `ReplayedStep` for why the recorded bits were not reproduced; None if they were, or no replay ran."""
     arms: Rows
-    """One row per arm: the mismatch if it replaces the trainer, and the share of mean d^2 that this removes."""
+    """One row per arm: the mismatch with the arm as the trainer, and the share of mean d^2 that this removes."""
 
 
 def triangulate(
@@ -103,11 +103,11 @@ def triangulate(
 ) -> Triangulation:
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
-    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already has these
-    replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the reference.
-    `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own; `allow_kernel` lists recorded
-    attention kernels that may be downloaded from the hub and run. `ray` and `gpus_per_arm` distribute the replays and
-    the measurement of errors over the actors of a Ray cluster, as in `replay`.
+    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
+    has these replays. Compares the tokens that count in the loss and have finite logprobs in trainer, engine and
+    reference. `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own;
+    `allow_kernel` lists recorded attention kernels that may be downloaded from the hub and run. `ray` and
+    `gpus_per_arm` spread the work over a Ray cluster, as in `replay`.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -134,7 +134,6 @@ def triangulate(
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay the arms that lack one of the steps; return None if every arm already has all steps."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -147,7 +146,7 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return the sums by pass and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
+    """Return the sums by pass, and the number of tokens whose bits were not reproduced (0 unless `asks_identity`)."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -173,7 +172,7 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield each step's sums by pass and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
+    """Yield the sums by pass and step for one unit of work, and the same number of tokens as `_errors`."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -187,7 +186,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens whose bits differ between the recording and the existing replay as recorded."""
+    """Count the tokens whose bits differ between the recording and its replay as recorded."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -264,7 +263,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share of the sum of d^2, with its interval, by column; NaN if that sum is 0."""
+    """Return each column's share of the sum of d^2, with its interval; NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
@@ -282,13 +281,13 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: the sums of d^2 and of d^2 - e_r^2, which is removed if the replay replaces the trainer. The columns
-TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
+"""Columns of `groups`: sums of d^2, and of d^2 - e_r^2, which goes away if the replay takes the trainer's place. The
+columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens in the given steps."""
+    """Sums over the tokens of one or more steps."""
 
     groups: dict[str, np.ndarray]
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
@@ -298,7 +297,7 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens in one step, at least one; columns are those of the query in `_tokens`."""
+        """Sum over one step's tokens, at least one; the columns are those of `_tokens`."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}
@@ -320,7 +319,7 @@ class ErrorSums:
 
 
 def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Add the sums of one or more steps, in order."""
+    """Concatenate the groups of one or more steps, in order, and add up the totals."""
     return ErrorSums(
         groups={name: np.concatenate([part.groups[name] for part in parts]) for name in parts[0].groups},
         totals={name: fsum(part.totals[name] for part in parts) for name in parts[0].totals},

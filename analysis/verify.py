@@ -36,28 +36,26 @@ COLUMNS = ("folder", "num_files", "num_bytes", "num_damaged")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Result):
-    """The result of verifying a trace."""
-
     _text = "tim_trace.analysis.verify:verification_text"
 
     trace: str
     folders: Rows
     """One row per folder: files read, bytes, and damaged files."""
     damaged: tuple[str, ...]
-    """Descriptions of damaged or missing files, one sentence each."""
+    """Damaged or missing files, one sentence each."""
     ignored: tuple[str, ...]
-    """Descriptions of files that do not belong to the trace, one sentence each."""
+    """Files that do not belong to the trace, one sentence each."""
 
     @property
     def is_whole(self) -> bool:
-        """Return True if nothing is damaged."""
         return not self.damaged
 
 
 def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
 
-    Other verbs check only the data they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
+    Other functions check only what they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be
+    opened.
     """
     source = open_source(os.fspath(trace))
     found = _Verifier(source)
@@ -73,7 +71,6 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
 
 
 def verification_text(found: Verification, width: int | None = None) -> str:
-    """Render a verification: one row per folder, then damaged and ignored files."""
     lines = [to_text(found.folders, width)]
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
@@ -82,21 +79,19 @@ def verification_text(found: Verification, width: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A unit that is read and checked against its writer's record."""
+    """A file or other unit to read and check against its writer's record."""
 
     folder: str
     name: str
-    """Name of the unit, unique within the folder."""
+    """Unique within the folder."""
     num_bytes: int
     read: Callable[[], Any]
-    """Function that reads the unit, and raises an error that describes any damage."""
+    """Reads the unit; raises an error that describes the damage."""
     of_parts: Callable[[], list[str]] = list
-    """Function that describes the damage in parts of the unit, called if the unit cannot be read."""
+    """Describes the damage in each part of the unit; called if `read` fails."""
 
 
 class _Verifier:
-    """Reads a trace folder by folder."""
-
     def __init__(self, source: Source):
         self.source, self.store = source, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
@@ -108,11 +103,10 @@ class _Verifier:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes to read in the large folders."""
+        """Return the bytes in the large folders, for the progress bar."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
-        """Read everything; yield the size of each part once it is read."""
         for entry in self.parts():
             if isinstance(entry, str):
                 self.damaged.append(entry)
@@ -144,10 +138,9 @@ class _Verifier:
                 yield self._document(folder, relative, record)
         yield from self._groups()
         yield from self._weights()
-        yield from self._results()
+        yield from self._located()
 
     def _read(self, part: _Part) -> int:
-        """Read a part, note its damage, and return its bytes."""
         damage: list[str] = []
         try:
             part.read()
@@ -201,7 +194,7 @@ class _Verifier:
                 yield _Part(folder=DENSE, name=where, num_bytes=self.store.file_size(where), read=read)
 
     def _ask_for_groups(self) -> None:
-        """Open the Zarr groups to which scores refer: captured distributions and router choices."""
+        """Open every Zarr group that scores refer to: captured distributions and router choices."""
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
@@ -215,7 +208,6 @@ class _Verifier:
             self.damaged.append(str(error))
 
     def _journal(self, segment: Segment) -> None:
-        """Read the journal of captured distributions that are not sealed yet. Raises DamagedTrace."""
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(
@@ -231,7 +223,7 @@ class _Verifier:
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
     def _weights(self) -> Iterator[_Part | str]:
-        """Yield every version of the weights, which is rebuilt and checked against its hashes."""
+        """Yield every version of the weights, to be rebuilt and checked against its hashes."""
         reader = open_weights(self.store)
         if not isinstance(reader, WeightReader):  # checkpoints outside the trace
             return
@@ -249,8 +241,7 @@ class _Verifier:
                     read=partial(reader.load, version, attempt), of_parts=partial(reader.damaged_parts, version, attempt),
                 )  # fmt: skip
 
-    def _results(self) -> Iterator[_Part]:
-        """Yield the results of `locate`."""
+    def _located(self) -> Iterator[_Part]:
         seen = {result_path(result): result for result in result_ids(self.store)}
         for relative, result in seen.items():
             read = partial(read_result, self.store, result)

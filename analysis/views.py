@@ -1,4 +1,4 @@
-"""Open traces as databases with the SQL macros and views of all features."""
+"""Open traces as databases with every SQL macro and view."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of the given steps. An open database is returned unchanged, unless other steps or
-    another cluster are requested.
+    """Open traces as a database of the given steps, or return one that already has these steps and this cluster.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
@@ -50,14 +49,17 @@ def open_database(
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
     """Open one or more traces for SQL.
 
-    Views: `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens`, `changes`, and `operators` and `patches` with the
-    results of `locate`. Table macros, where d = logprob(a) - logprob(b) in nats: `pair(a, b)`, `pair_sequences(a, b)`,
-    `pair_steps(a, b)` and `pair_runs(a, b)`; `pair_distributions(a, b)`, with one row per response token whose
-    distribution both passes captured, and `pair_distribution_sequences(a, b)`, `_steps` and `_runs`; `pair_routing(a, b)`
-    and related macros if router choices were recorded; `objective_tokens(train, rollout, now, ...)` and
-    `loss_shares(now, ...)` for the effect of the mismatch on a loss. Each has a column `run`. `like` names frameworks whose
-    macros are defined as well, such as `verl_runs(a, b)`. For a trace that is still being written, the connection shows the
-    rows recorded so far.
+    Views: `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens`, `changes`, and `operators` and `patches`
+    (results of `locate`). Table macros, with d = logprob(a) - logprob(b) in nats:
+
+    - `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`;
+    - `pair_distributions(a, b)`, one row per response token whose distribution both passes captured, and
+      `pair_distribution_sequences(a, b)`, `_steps` and `_runs`;
+    - `pair_routing(a, b)` and related macros, if router choices were recorded;
+    - `objective_tokens(train, rollout, now, ...)` and `loss_shares(now, ...)` for the effect of the mismatch on a loss.
+
+    Each has a column `run`. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a trace is still being
+    written, the connection shows the rows recorded so far.
 
     Raises InvalidOption for an unknown framework, TraceNotFound, NewerTrace or DamagedTrace.
     """

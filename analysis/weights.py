@@ -1,5 +1,4 @@
-"""List and export the recorded weights: versions, sizes, and shares of changed elements; render the comparison with the
-engine's."""
+"""List and export recorded weights, and render their comparison with the engine's."""
 
 from __future__ import annotations
 
@@ -36,15 +35,15 @@ def weights(
 ) -> Rows:
     """List the weight versions, with their size and the share of elements that changed.
 
-    With `by` version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements
-    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98%
-    stay the same), and a hash of the version's whole history. With `verify`, each version is rebuilt and checked
-    against its hashes; the column `verified` is `ok` or describes the damage. With `by` module, layers are grouped, and
-    `num_unchanged` counts the versions without changed elements.
+    By version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits
+    differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98% stay the
+    same), and a hash of the version's whole history. `verify` rebuilds each version and checks its hashes; the column
+    `verified` is `ok` or describes the damage. By module, layers are grouped, and `num_unchanged` counts the versions
+    without changed elements.
 
-    With `engine`, each row is an engine tensor, or with `by` module a group of layers: the trainer's version when the
-    engine last started to sample, the version at which the engine last received the tensor, the latest version whose bits
-    the engine has, whether they agree, the number of versions at which they differed, and why (a code in WEIGHT_CAUSES).
+    `engine` compares the engine's tensors, or groups of layers, instead: the trainer's version when the engine last
+    started sampling, the version at which the engine last received the tensor, the latest version whose bits it has,
+    whether they agree, the number of versions at which they differed, and why (a code in WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -77,12 +76,13 @@ def export(
     *,
     weights_from: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a version's weights as a folder that transformers' `from_pretrained` loads.
+    """Write a version's weights to a folder that transformers can load with `from_pretrained`.
 
-    A model with adapters is written as the base model plus a folder per adapter for peft's `PeftModel.from_pretrained`.
+    A model with adapters is written as the base model, plus one folder per adapter for peft's
+    `PeftModel.from_pretrained`.
 
-    Only genuine tokenizer files are written: no code, no pickle, no model config. Load the folder of an untrusted trace without
-    trust_remote_code.
+    Only genuine tokenizer files are copied from the trace: no code, no pickle, no model config. Load the folder of an
+    untrusted trace without trust_remote_code.
 
     Raises WeightsMissing, DamagedTrace, InvalidOption if `folder` exists.
     """
@@ -138,7 +138,7 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """Return the share of elements that changed; None if a part has no previous version."""
+    """None if a part has no previous version."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None
@@ -195,7 +195,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render rows of `engine_weights`; rows that agree at every version are only counted, unless `verbose`."""
+    """Rows that agree at every version are counted rather than listed, unless `verbose`."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

@@ -25,8 +25,7 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Number of entropy bins. The last bin includes all higher entropies. 16 nats is the entropy of nine million equally
-likely tokens."""
+"""The last bin includes all higher entropies. 16 nats is the entropy of nine million equally likely tokens."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -60,11 +59,11 @@ class Queries:
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        """Query for the number of tokens, the 99.9% quantile of |d|, and the envelope."""
+        """Return SQL for the number of tokens, the 99.9% quantile of |d|, and the envelope."""
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return the query for the number of tokens per bin of probability and d (from -reach to reach)."""
+        """Return SQL for the number of tokens per bin of probability and of d, which spans -reach to reach."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
@@ -72,8 +71,7 @@ class Queries:
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
-        """Return the query for the mismatch by position, length or entropy: start of each bin, number of tokens, mean
-        |d|, rms d."""
+        """Return SQL for the mismatch by position, length or entropy: bin start, number of tokens, mean |d|, rms d."""
         pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
         last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
         title, name, value, rows, compared = {
@@ -95,20 +93,20 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return the SQL expression for the bin of a value; values outside the range go into the first or last bin."""
+    """Return SQL for the bin of a value; values out of range go into the first or last bin."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
 
 def _literal(number: float) -> str:
-    """Return a number as SQL text that DuckDB reads as the same DOUBLE, not as a DECIMAL."""
+    """Format a number so that DuckDB reads the same DOUBLE, not a DECIMAL."""
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width, in nats, of an axis whose values are all 0."""
+"""Reach of the d axis, nats, if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -131,7 +129,7 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Token statistics for each non-empty bin of an axis."""
+    """The mismatch along one axis, per non-empty bin."""
 
     start: Array
     """[B] lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
@@ -145,16 +143,16 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """The mismatch of a run by bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
+    """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
 
     num_tokens: int
-    """Number of tokens read that count in the loss and have finite logprobs in both passes."""
+    """Tokens read that count in the loss and have finite logprobs in both passes."""
     num_recorded_tokens: int
-    """Number of response tokens in the whole run."""
+    """Response tokens in the whole run."""
     how: str
-    """Sentence that says which tokens were read, with numbers."""
+    """Sentence on which tokens were read."""
     d_edges: Array
-    """[Y + 1] values of d in nats, symmetric about 0; the first and last bins include values outside this range."""
+    """[Y + 1] bin edges, nats, symmetric about 0; the first and last bins include values beyond them."""
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
@@ -170,11 +168,11 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both.
+    """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both passes.
 
-    Only the first use of each sequence is read (iteration 0), in up to `max_steps` steps: the `notable` steps, and
-    others at even intervals. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so
-    the sample does not depend on the order of rows.
+    Reads only the first use of each sequence (iteration 0), at up to `max_steps` steps: the `notable` ones, and others
+    evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so the sample
+    does not depend on the order of rows.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -227,8 +225,7 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Choose the steps to read among those scored by both passes. Return them, and a phrase that describes the
-    choice."""
+    """Choose steps among those that both passes scored; return them with a phrase that describes the choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:
@@ -244,8 +241,8 @@ def _steps(
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[list[str], str]:
-    """Return a condition for sequences with at most `max_tokens` tokens in total (but at least one sequence), and a
-    phrase that describes the choice; both are empty if all sequences fit."""
+    """Return SQL conditions for sequences of up to `max_tokens` tokens in total (at least one sequence), with a phrase
+    that describes the choice; both are empty if every sequence fits."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)

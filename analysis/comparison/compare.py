@@ -42,12 +42,12 @@ def compare(
     Compares settings, sampling settings and contracts (the most frequent per pass and step), and over shared steps:
 
     - prompts, and responses to identical prompts;
-    - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
+    - logprobs, bit for bit, of the tokens before two responses to one prompt diverge;
     - rewards of identical responses, with a tolerance of 1e-6 of the largest reward;
-    - advantages of identical responses if all rewards of their group are equal;
+    - advantages of identical responses whose groups received the same rewards in both runs;
     - policy-version lags;
-    - every series that `dynamics` reads: it differs from the start of the first segment (between change points of the
-      difference) whose mean exceeds 4.5 standard errors.
+    - every series of `dynamics`: its difference is split at change points, and the first segment whose mean exceeds 4.5
+      standard errors is where the runs differ.
 
     Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
     `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
@@ -89,13 +89,12 @@ def compare(
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Return the sort key: step, kind in causal order and, for series, size, with noise-free series first."""
+    """Sort by step, then by kind in causal order, then series by size, those without noise first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 
 
 def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield a difference if some steps have sequences in only one run."""
     of_a, of_b = tokens_by_step(a).keys(), tokens_by_step(b).keys()
     alone = sorted(of_a ^ of_b)
     if alone:

@@ -1,4 +1,4 @@
-"""Result of comparing two runs, and the differences between their settings, sampling settings and contracts."""
+"""Result of comparing two runs, and their differences in settings, sampling and contracts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ from ..trace.database import Database
 KINDS = (
     "steps", "setting", "sampling", "contract", "prompts", "responses", "logprobs", "rewards", "advantages", "lag", "series",
 )  # fmt: skip
-"""Kinds of differences, in causal order."""
+"""In causal order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDifference:
-    """One difference between two runs."""
-
     kind: str
     name: str
-    """Name of the setting, contract field (`pass.field`), pass or series; empty if the kind needs no name."""
+    """Setting, contract field (`pass.field`), pass or series; empty for other kinds."""
     step: int
-    """First step at which the runs differ; for a series, start of the first segment that differs beyond noise."""
+    """First step that differs; for a series, start of the first segment that differs by more than noise."""
     a: Measured | None
     """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the mean difference between the runs on the scale of the series, in standard deviations of the
-    difference at a single step. None for a difference without noise, and for other kinds."""
+    """For a series, the mean difference on the series' scale, in standard deviations of the difference at one step.
+    None if there is no noise, and for other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Further values, by name: shares, counts, the largest difference."""
+    """Shares, counts and the largest difference, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +48,18 @@ class Comparison(Result):
     a: str
     b: str
     pair: str
-    """Names of the passes whose mismatch is compared, as a:b."""
+    """Passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Number of steps with sequences in both runs."""
+    """Steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
-    """Differences sorted by first step, then kind, and for series by size."""
+    """Sorted by first step, then kind, and series by size."""
     same: tuple[str, ...]
-    """Names of the series that are bitwise equal at every step in both runs."""
+    """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]
-    """Names of the series whose differences are no larger than noise."""
+    """Series whose differences are no larger than noise."""
     note_codes: tuple[Statement, ...] = ()
-    """Notes on data that could not be compared, as codes in text.NOTES."""
+    """What could not be compared, as codes of text.NOTES."""
 
     @property
     def first(self) -> RunDifference | None:
@@ -84,11 +82,11 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Values by name and step; each is valid until the next listed step."""
+"""Values by name and step; each holds until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield the hyperparameters that differ, each with the first step of the difference."""
+    """Yield each hyperparameter that differs, at the first step where it does."""
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -107,13 +105,12 @@ def _settings(database: Database) -> _Timeline:
 
 
 def _held(values: Mapping[int, Any], step: int) -> Any:
-    """Return the value in effect at a step; None before the first recorded value."""
     known = [start for start in values if start <= step]
     return values[max(known)] if known else None
 
 
 def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the sampling settings that differ, each with the first step of the difference."""
+    """Yield each sampling setting that differs, at the first step where it does."""
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:
@@ -130,7 +127,7 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the fields in which the most frequent contracts of a pass differ, each with the first step of the difference."""
+    """Yield each field that differs between a pass's most frequent contracts, at the first step where it does."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:
@@ -153,7 +150,6 @@ def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iter
 
 
 def _contracts(database: Database) -> dict[int, dict[str, str]]:
-    """Return the most frequent contract by step and pass, as JSON."""
     texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     found: dict[int, dict[str, str]] = {}
     for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():

@@ -1,6 +1,6 @@
-"""Compare the series of two runs, and their sequences: prompts, responses, logprobs of identical tokens, rewards, advantages.
+"""Compare two runs' series and sequences.
 
-Shapes: n steps with a value in both runs.
+Shapes: n steps with a value in both runs; K pairs of sequences; T tokens of these pairs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Minimum number of steps for estimating the noise in the difference between two series."""
+"""Minimum number of steps to estimate the noise of a difference."""
 BEYOND_SD = 4.5
-"""Number of standard errors by which the mean difference must exceed 0 for two series to count as different. The first
-step is chosen to maximise the difference, which the threshold allows for: the false-positive rate is below 0.5%."""
+"""Standard errors that a mean difference must exceed to count. The first step is chosen to maximise the difference; the
+threshold allows for this, with a false-positive rate below 0.5%."""
 
 LAGS = ("policy_lag", "version_lag")
-"""Names of series that count updates and therefore have no noise: any difference is reported."""
+"""Series that count updates and so have no noise: any difference is reported."""
 
 
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ; add the names of bitwise-equal series to `same`, and the names of series that
-    differ only by noise to `within`."""
+    """Yield the series that differ; collect bitwise-equal names in `same` and those within noise in `within`."""
     for name in a:
         if name not in b:
             continue
@@ -73,7 +72,7 @@ def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """Return the first segment from index `first` whose mean difference is significant; None if there is none."""
+    """Return the first segment from index `first` on whose mean difference is significant, or None."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -91,13 +90,13 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which the values change from 0 to a constant, by least squares."""
+    """Return the least-squares index at which the values step from 0 to a constant."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of one step; infinity if there is no noise; None if
+    """Return the mean of `apart_n` in standard deviations of one step; infinity if there is no noise; None if
     insignificant.
 
     The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of a few steps follows
@@ -122,7 +121,7 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Yield the differences in prompts, responses, rewards and advantages at the steps that both runs have."""
+    """Yield the differences in prompts, responses, rewards and advantages over the shared steps."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)
@@ -161,8 +160,7 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return a [K] bool mask that is True for pairs in groups whose sequences have the same responses and rewards in
-    both runs."""
+    """Return a [K] bool mask of the pairs whose whole group has the same responses and rewards in both runs."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):
@@ -188,8 +186,6 @@ def _first(
 
 @dataclass(slots=True)
 class _PassDifference:
-    """Differences between the two runs' logprobs in one pass, accumulated step by step."""
-
     step: int | None = None
     a: float = 0.0
     b: float = 0.0
@@ -199,7 +195,6 @@ class _PassDifference:
     largest_step: int = 0
 
     def add(self, step_K: np.ndarray, num_K: np.ndarray, a_T: np.ndarray, b_T: np.ndarray) -> None:
-        """Compare the tokens of more sequence pairs bitwise and add their differences."""
         a_T, b_T = a_T.astype(np.float32), b_T.astype(np.float32)
         unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
         self.num_tokens += len(a_T)
@@ -219,8 +214,7 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Yield the first and largest logprob difference per pass, over the tokens before two responses to the same prompt
-    diverge."""
+    """Yield each pass's first and largest logprob difference, up to where two responses to one prompt diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

@@ -25,7 +25,7 @@ FIRST: Mapping[str, str] = {
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Templates for the clause that follows the step, by kind of difference."""
+"""Clause that follows the step, by kind of difference."""
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
@@ -34,12 +34,11 @@ NOTES: Mapping[str, str] = {
 }
 
 _LONGEST = 13
-"""Maximum number of characters in a text cell if the table must fit a given width."""
+"""Maximum length of a text cell if the table must fit a width."""
 _NAME = 24
 
 
 def sentence(found: Comparison) -> str:
-    """Return a sentence on the first difference."""
     if found.first is None:
         return f"No difference in the data that both traces recorded, over {found.num_steps:,} steps."
     first = found.first
@@ -49,7 +48,6 @@ def sentence(found: Comparison) -> str:
 
 
 def notes(found: Comparison) -> tuple[str, ...]:
-    """Return sentences on data that could not be compared."""
     return sentences(found.note_codes, NOTES)
 
 
@@ -66,7 +64,6 @@ def _value(value: Measured | None) -> str:
 
 
 def comparison_text(found: Comparison, width: int | None = None) -> str:
-    """Render a comparison: the first difference, a table with one row per difference, and the series that do not differ."""
     found = shown(found)
     head = f"A: {found.a}{of_steps(found.steps)}\nB: {found.b}{of_steps(found.steps)}"
     parts = [wrapped(sentence(found), "", width), head]
@@ -95,7 +92,6 @@ def comparison_rows(found: Comparison) -> Rows:
 
 
 def _shortened(rows: Rows) -> Rows:
-    """Abbreviate long texts in the middle, and round numbers to four digits."""
     cut = [
         tuple(_cut(cell, _NAME if name == "name" else _LONGEST) for name, cell in zip(rows.columns, row, strict=True))
         for row in rows.rows
@@ -113,6 +109,5 @@ def _cut(cell: Any, longest: int) -> Any:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON: codes, all numbers, and the sentences rendered from them."""
     differences = [asdict(one) | {"sentence": _clause(one)} for one in found.differences]
     return asdict(found) | {"differences": differences, "sentence": sentence(found), "notes": notes(found)}

@@ -7,31 +7,33 @@ other tokens; and `cap`, the largest probability that another token can have, wh
 or t if t is smaller. The bounds hold for all distributions that fit. Proof, with h(p, q) of divergence.py (h(p, p) = 0,
 h >= 0, jointly convex, homogeneous of degree 1):
 
-Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and in
-general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory and
-statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
+Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
+in general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory
+and statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
 
-Lower bound. h(., q) decreases up to q and increases beyond it, and likewise h(p, .) around p. Over a box of intervals the
-minimum of h is therefore 0 if the intervals overlap, and h of the two nearest endpoints if not. Each partition, with each cell
-at its minimum, gives a bound; the largest of three is taken. All have a cell for each token listed by both sides, and
+Lower bound. h(., q) decreases up to q and increases beyond it, and likewise h(p, .) around p. Over a box of intervals
+the minimum of h is therefore 0 if the intervals overlap, and h of the two nearest endpoints if not. Each partition,
+with each cell at its minimum, gives a bound; the largest of three is taken. All have a cell for each token listed by
+both sides, and
     1  one cell for the rest;
-    2  one for the tokens only a lists, with q in [0, min(t_b, n cap_b)] for n tokens, one for those only b lists, and one for
-       those neither lists;
+    2  one for the tokens only a lists, with q in [0, min(t_b, n cap_b)] for n tokens, one for those only b lists, and
+       one for those neither lists;
     3  one for each token listed by one side, with the other probability in [0, cap], and one for those neither lists.
 
 Upper bound. A convex h is largest at a corner of its box. For tokens not listed by both sides, merging gives
 h(p, q) <= h(p, 0) + h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for
-Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b has none. If b is full and has no zeros, it is
-finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p / q) <= sum p max(ln(cap / q), 0), which is
-largest with as much mass as possible on the smallest q.
+Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b has none. If b is full and has no zeros,
+it is finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p / q) <= sum p max(ln(cap / q), 0),
+which is largest with as much mass as possible on the smallest q.
 
 Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The
 vocabulary size of a top-K side is unknown. The size of the other side is used if that side is full; otherwise 2^31,
 because ids are int32.
 
-Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an error of at
-most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up to 64 before
-temperature. The mass of the tail, which an engine may compute as 1 - sum, gets the same allowance in total.
+Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an
+error of at most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits
+up to 64 before temperature. The mass of the tail, which an engine may compute as 1 - sum, gets the same allowance in
+total.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return bounds on every measure for rows where a side has only its top K; measures that have no bound are omitted."""
+    """Bound every measure, for rows where a side has only its top K; measures without a bound are left out."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -118,8 +120,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that takes h and returns lower and upper bounds on the sum of h. The argument `disjoint` of
-    that function is h(1, 0), or None if h(1, 0) is infinite."""
+    """Return a function that bounds the sum of h; its argument `disjoint` is h(1, 0), or None if that is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -135,7 +136,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass of a side's tokens that are not listed by both sides."""
+    """Return the smallest and largest total mass of a side's tokens outside the shared list."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
@@ -172,7 +173,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """Return the largest possible sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
+    """Maximize sum p max(ln(cap / q), 0) over p <= cap with sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

@@ -1,6 +1,6 @@
-"""Compare the captured distributions of two passes token by token: the Python part of the macro `pair_distributions`.
+"""Compare two passes' captured distributions token by token: the Python part of the macro `pair_distributions`.
 
-Captured hidden states are multiplied by the head weights of the policy version that scored them.
+Hidden states are multiplied by the head weights of the policy version that scored them.
 
 Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 """
@@ -38,7 +38,7 @@ TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where the rows of one side are stored, and the keys of the head and contract of these rows."""
+    """Where one side's rows are stored, and what identifies their head and contract."""
 
     run: str
     group: str
@@ -56,7 +56,7 @@ class _Opened:
 
     @property
     def width(self) -> int:
-        """Number of elements of a token's distribution."""
+        """Elements per token."""
         arrays = self.group.arrays
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
@@ -95,21 +95,20 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The error that the last call raised. DuckDB passes on only the error's text."""
+        """The last call's error, of which DuckDB passes on only the text."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return a list of measures for each row.
 
-        `columns` are the run and the number of tokens, and then for each of a and b: group, first row, contract, policy
+        `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
         version and attempt.
         """
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
             except TimTraceError as error:
-                # Keep the text rather than the error: its traceback references the connection, which would stay
-                # alive.
+                # Keep only the text, because the error's traceback would keep the connection alive.
                 self._error = type(error), str(error)
                 raise
 
@@ -170,8 +169,6 @@ class DistributionPairs:
 
 
 class _Measures:
-    """Columns of measures for compared tokens; NULL until they are set."""
-
     def __init__(self, count: int):
         self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
         self._missing = {name: np.ones(count, bool) for name in MEASURES}
@@ -188,7 +185,6 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the given rows of each array in a group. Consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")
@@ -207,12 +203,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Weights of an output head, rounded as in the pass, and the operations after the matrix product."""
+    """An output head's weights, rounded as in the pass, and the operations after the matrix product."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """dtype of the projection, as torch names it."""
+    """Projection dtype, as torch names it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -220,9 +216,8 @@ class Head:
     def logits(self, hidden_CH: Array) -> Array:
         """Return [C, V] logits before temperature.
 
-        Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
-        the pass rounded. Only the order of summation may differ from that of the pass's kernel, which can change the
-        last bit.
+        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. Only the order of
+        summation may differ from the pass's kernel, which can change the last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -237,7 +232,7 @@ class Head:
 
 
 class Heads:
-    """The output heads of a trace by policy version. The head that was used last is cached."""
+    """A trace's output heads by policy version; the one used last is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -245,7 +240,7 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head that a contract's `head` describes, for a policy version and training attempt.
+        """Return the head that a contract describes, at a policy version and training attempt.
 
         Raises WeightsMissing, DamagedTrace.
         """
@@ -281,14 +276,14 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return the values of a tensor, converted to float32 if they are bfloat16."""
+    """Return a tensor's values, with bfloat16 widened to float32."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return values rounded to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
+    """Round values to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

@@ -1,4 +1,4 @@
-"""Compute divergences of two fully known distributions, row by row. float64, nats.
+"""Divergences of two fully known distributions, row by row, in float64 and nats.
 
 Shapes: C rows, V vocabulary.
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array; NumPy types the result of most arithmetic as Any."""
+"""A NumPy array: NumPy types the result of most arithmetic as Any."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
@@ -36,7 +36,7 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""SQL types of the columns of a compared token."""
+"""Columns of a compared token, with SQL types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ def even_entropy(r: Array) -> Array:
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Return all measures for rows with the full vocabulary on both sides.
+    """Return every measure for rows with the full vocabulary on both sides.
 
     If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and each side's mass
-    outside the common part has its own column. Entropy and argmax are computed from each side's whole distribution.
+    outside it has its own column. Entropy and argmax use each side's whole distribution.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
@@ -130,9 +130,8 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return the largest absolute difference [C] of the logits, after centring each row on the tokens with mass on both
-    sides.
-    """
+    """Return the largest absolute logit difference [C], after centring each row over the tokens with mass on both
+    sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)
@@ -141,5 +140,5 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Return values as a masked array that is masked (NULL) where `where` is True."""
+    """Mask values (NULL) where `where` is True."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The SQL function that compares captured distributions. Its dependencies are imported at the first call."""
+"""The SQL function that compares captured distributions. Its dependencies are imported on the first call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
-"""SQL types of group, first row, contract, policy version and attempt."""
+"""Group, first row, contract, policy version and attempt."""
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
 
 def _register(database: Database) -> None:
-    """Register the SQL function `compare_distributions`, which returns a list of measures for each row."""
     made: list[DistributionPairs] = []
 
     def compare(
@@ -30,7 +29,7 @@ def _register(database: Database) -> None:
         group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
     ) -> Any:  # fmt: skip
         if not made:
-            from .captured import DistributionPairs  # NumPy and Zarr are imported at the first call
+            from .captured import DistributionPairs  # imports NumPy and Zarr
 
             made.append(DistributionPairs(database.sources))
         return made[0](
@@ -56,14 +55,14 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if some sequence has captured distributions of both passes; the distributions are not read."""
+    """Return True if both passes captured the distributions of some sequence; reads none of them."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
-    """Return the statistics of a pair of passes: exact columns if every token has exact measures, otherwise bounds."""
+    """Summarize a pair: exact columns if every token has exact measures, otherwise bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

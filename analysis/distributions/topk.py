@@ -1,4 +1,4 @@
-"""Represent distributions, known fully or as top-K with the mass of the tail, as probability intervals.
+"""Distributions as probability intervals, known in full or as the top K plus the mass of the tail.
 
 Shapes: C rows; K listed tokens; M columns: tokens that either side lists, or the whole vocabulary if one side is full.
 """
@@ -19,18 +19,18 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions of which only the logprobs of K tokens and the total mass of all others are known."""
+    """Distributions known only by the logprobs of K tokens and the total mass of the others."""
 
     ids_CK: Array
     logprobs_CK: Array
     """float64 logprobs of the listed tokens, nats."""
     tail_C: Array
-    """float64 logarithm of the total mass of the unlisted tokens."""
+    """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
-    """Temperature that the logits were divided by. Lower temperatures have larger rounding errors."""
+    """Temperature that the logits were divided by; a lower one means larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return the maximum error of each captured logprob, nats."""
+        """Return the largest possible error of each captured logprob, nats."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
@@ -62,7 +62,7 @@ class PartialDistribution:
     hi_CM: Array
     """Largest possible probability of each listed token; 0 for other columns."""
     listed_CM: Array
-    """bool: True if the side lists the token."""
+    """bool: the side lists the token."""
     tail_lo_C: Array
     """Smallest possible mass of all unlisted tokens, including those without a column."""
     tail_hi_C: Array
@@ -74,7 +74,7 @@ class PartialDistribution:
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
     """Return both sides on shared columns, and True if tokens without a column may exist.
 
-    The vocabulary size of a top-K side is unknown; if the other side is full, its size is used.
+    A top-K side does not know its vocabulary size; a full side supplies it.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -107,8 +107,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Return both sides on shared columns: first the tokens in a's list, then those in b's list. A token in both lists
-    uses the column in a's half; the column in b's half is 0 on both sides."""
+    """Put both sides on shared columns: a's tokens, then b's. A token in both lists uses its column in a's half; its
+    column in b's half is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each token in b's list: its index in a's list, or a column after that list."""
+    """Return the column [C, K] of each token in b's list: its index in a's list, or a column after them."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -143,7 +143,7 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return a [C] bool mask that is True for rows with NaN or without mass."""
+    """Return a [C] bool mask of the rows with NaN or without mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -152,8 +152,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the id [C] of the most probable token, and a [C] bool mask that is True where another may be as
-    probable."""
+    """Return the most probable token id [C], and a [C] bool mask of the rows where another token may be as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

@@ -35,20 +35,20 @@ FORMATS = (PARQUET, TENSORBOARD, WANDB) = ("parquet", "tensorboard", "wandb")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported(Result):
-    """The files written by an export, with counts."""
+    """What an export wrote."""
 
     _text = "tim_trace.analysis.export.export:exported_text"
 
     format: str
     output: str
     files: tuple[str, ...]
-    """Names of the files written to the folder; for wandb, the name of the run's folder."""
+    """File names in the folder; for wandb, the name of the run's folder."""
     num_sequences: int
-    """Number of sequences written; 0 for tensorboard and wandb."""
+    """0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written. For tensorboard and wandb, this includes the per-step mismatch."""
+    """Logged values written; for tensorboard and wandb, the per-step mismatch as well."""
     num_texts: int
-    """Number of logged texts. They are not exported to tensorboard and wandb, where a series contains only numbers."""
+    """Logged texts that were left out: series in tensorboard and wandb hold only numbers."""
 
 
 def export_run(
@@ -63,14 +63,15 @@ def export_run(
 ) -> Exported:
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
-    `to` parquet: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
-    logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) -
-    logprob(b) of `pair` for every response token, NULL if either logprob is NULL; and `metrics`, the logged values.
-    `import parquet` can read either back. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged
-    number under its own name, in double precision. The W&B run is written offline, with the hyperparameters as config.
+    - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
+      settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
+      logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
+      `import parquet` can read either back.
+    - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own
+      name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
-    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
-    files are replaced only with `force`; wandb always adds a new run.
+    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time.
+    Existing files are replaced only with `force`; wandb always adds a new run.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled (if the tool's library is missing), TraceNotFound,
     NewerTrace or DamagedTrace.
@@ -114,7 +115,6 @@ def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int
 
 
 def exported_text(exported: Exported) -> str:
-    """Render a summary of what was written, and a command that reads the files."""
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:
@@ -139,11 +139,9 @@ _TEXTS = f"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """The values to export for one step."""
-
     step: int
     logged_s: float
-    """Time at which the step was logged, seconds since 1970; the trace's creation time if nothing was logged."""
+    """When the step was logged, seconds since 1970; the trace's creation time if nothing was logged."""
     values: dict[str, float] = field(default_factory=dict)
 
 
@@ -169,7 +167,6 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return the pair's values by step and column; empty if the trace lacks one of the two passes."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)
@@ -181,12 +178,12 @@ def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]
 
 
 EVENTS = "events.out.tfevents.0.tim-trace"
-"""Name of the event file. TensorBoard recognizes event files by `tfevents` in the name."""
+"""TensorBoard recognizes event files by `tfevents` in the name."""
 PROJECT = "tim-trace"
 
 
 def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
-    """Write a TensorBoard event file in double precision; return the number of values. Raises ImportError without TensorBoard."""
+    """Write an event file in double precision; return the number of values. Raises ImportError without TensorBoard."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -214,7 +211,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
 
 
 def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
-    """Write an offline W&B run, which `wandb sync` uploads; return the number of values. Raises ImportError without wandb."""
+    """Write an offline run for `wandb sync`; return the number of values. Raises ImportError without wandb."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
@@ -237,7 +234,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
 
 
 CHUNK_TOKENS = 1 << 20
-"""Maximum number of prompt and response tokens in memory at once; a step with more tokens is still read whole."""
+"""Prompt and response tokens to hold in memory at once; a larger step is still read whole."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -249,7 +246,7 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences by step and name, a few steps per table; one empty table if the trace has no sequences."""
+    """Yield the sequences, sorted by step and name, a few steps per table; one empty table if there are none."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
@@ -257,20 +254,20 @@ def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    """Yield the logged values by step, after an empty batch that carries the schema."""
+    """Yield the logged values by step, after an empty batch that sets the schema."""
     rows = database.connection.batches(_METRICS)
     yield pa.RecordBatch.from_pylist([], rows.schema)
     yield from rows
 
 
 def passes_of(database: Database) -> list[str]:
-    """Return the names of the passes with scores: first the standard passes, then the others by name."""
+    """Return the passes with scores: the standard ones first, then the others by name."""
     order = {name: place for place, name in enumerate(STANDARD)}
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return the SQL query for the rows of some steps; `passes` maps each pass with scores to an SQL alias."""
+    """`passes` maps each pass with scores to its SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]

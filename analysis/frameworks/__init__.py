@@ -1,1 +1,1 @@
-"""Reproduce the numbers that frameworks log, with their names and definitions: one module per framework."""
+"""The metrics that RL frameworks log, under their own names and definitions: one module per framework."""

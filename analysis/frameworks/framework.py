@@ -1,4 +1,4 @@
-"""Base class of frameworks: their options, and the numbers that they log."""
+"""Base class of frameworks: their options, and the metrics that they log."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework's options, under the framework's own names, and the numbers that it logs with these options.
+    """A framework's options, under its own names, and the metrics that it logs with them.
 
-    A framework is a frozen dataclass derived from this one; its fields are options, declared with `option_field`.
+    Subclasses are frozen dataclasses whose fields are the options, declared with `option_field`.
     """
 
     name: ClassVar[str]
     version: ClassVar[str]
-    """The framework's release whose definitions are used."""
+    """Release whose definitions are reproduced."""
     source: ClassVar[str]
-    """The framework's source files with the definitions."""
+    """Source files with these definitions."""
     columns: ClassVar[str] = ""
     """SQL that replaces {columns} in the macros."""
 
@@ -52,39 +52,38 @@ class Framework:
         """Raise InvalidOption if the options contradict each other."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or per step, according to `by`. Pass a is the trainer, pass b the rollout.
+        """Return one row per run or per step. Pass a is the trainer, pass b the rollout.
 
-        `only` names the columns of the macro `<name>_<by>s` to compute; empty means all.
+        `only` selects columns of the macro `<name>_<by>s`; empty means all.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if the framework does not log a column with these options."""
+        """Return True if the framework does not log this column with these options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of the macros that read tokens. All numbers are computed from the rows of these calls, which
-        have the columns run, step and seq_id.
+        """Return the calls of the macros that read tokens. Their rows, with columns run, step and seq_id, suffice for
+        every metric.
 
-        Other options may require reading the tokens again. A macro may use the macros before it.
+        Other options may need the tokens read again. A macro may use those before it.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield the name of each macro with the rows of its call, in an order that does not depend on threads."""
+        """Yield each macro's name and rows, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
             yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        """Return caveats on the framework's numbers for the open traces, one sentence each."""
+        """Return caveats on the metrics for the open traces, one sentence each."""
         return []
 
 
 def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise InvalidOption unless a value is one of the choices."""
     if value not in choices:
         raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
 
@@ -92,13 +91,13 @@ def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare an option of a framework: default, help text, placeholder for the value, and allowed values."""
+    """Declare a framework's option; `metavar` is the value's placeholder in the help."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query that calls the macro `<macro>_steps` or `<macro>_runs`, for some or all of its columns."""
+    """Return a query over the macro `<macro>_steps` or `<macro>_runs`; `only` selects columns, empty means all."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
@@ -109,7 +108,7 @@ def options_of(framework: Framework) -> dict[str, Any]:
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Return values as arguments of an SQL macro."""
+    """Format values as arguments of an SQL macro."""
     return ", ".join(literal(value) for value in values)
 
 
@@ -125,11 +124,11 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read only once the rows from which a framework's numbers for a pair of passes are computed. While the context is
-    open, only medians over tokens read the tokens again.
+    """Read a pair's tokens once for all of a framework's metrics. Inside the context, only medians over tokens read
+    them again.
 
-    The rows of the macros that read tokens are stored in temporary tables, which replace these macros. Sequences
-    excluded by `database.leave_out` are filtered out.
+    The rows of the macros that read tokens go into temporary tables that replace these macros. Sequences excluded by
+    `database.leave_out` are filtered out.
     """
     connection, kept = database.connection, list[str]()
     try:

@@ -1,4 +1,4 @@
-"""NeMo-RL's numbers on the difference between generation and policy logprobs."""
+"""NeMo-RL's metrics of the mismatch between generation and policy."""
 
 from __future__ import annotations
 
@@ -21,34 +21,30 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
-    """Options of NeMo-RL's clipped policy-gradient loss that change the numbers."""
+    """Options of NeMo-RL's clipped policy-gradient loss that affect its metrics."""
 
     reference_policy_kl_type: str = option_field(
         "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
     )
     """KL estimator of gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
-    """True for one ratio per sequence instead of per token."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
     """What happens to ratios outside the bounds; None leaves them unchanged."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
-    """Upper bound of importance ratios."""
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
-    """Lower bound of importance ratios; None means 0, which only `tis` allows."""
+    """None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """Sequences per micro-batch. NeMo-RL's mean of sequence ratios is too large by this factor."""
+    """NeMo-RL's mean of sequence ratios is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """Sequences whose mean exp(|d|) exceeds this value are masked. None masks no sequence."""
+    """None masks no sequence."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
-    """The policy's ratio is clamped from below to 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
-    """The policy's ratio is clamped from above to 1 + ratio_clip_max."""
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
-    """True for REINFORCE: the logprob inside the loss replaces the ratio."""
+    """True for REINFORCE: the loss uses the logprob in place of the ratio."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"

@@ -1,4 +1,4 @@
-"""Caveats on a framework's numbers for a trace."""
+"""Caveats on a framework's metrics for a trace."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Return a note on runs that lack a pass or one of its columns, which makes some numbers NULL; empty if no run
-    does."""
+    """Note which runs lack a pass or its `column`, so that these metrics are NULL; empty if none does."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -50,10 +49,10 @@ def masked_out(
     database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
-    """Warn about masked tokens that are not finite, for frameworks that multiply by the mask; empty if there are none.
+    """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask; empty if there are none.
 
-    NaN * 0 and inf * 0 are NaN, and so are the framework's sums, but tim-trace leaves these tokens out. With `rejects`,
-    options may also mask tokens that are not finite. `effect` states the consequence for the numbers.
+    NaN * 0 and inf * 0 are NaN, and so are the framework's sums; tim-trace leaves these tokens out. With `rejects`, the
+    options may mask any token, so all tokens are searched. `effect` says what this does to the metrics.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -71,9 +70,7 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Return a note on each run whose contract says that the framework averaged logprobs in half precision; empty if
-    none.
-    """
+    """Note each run whose contract says that the framework averages logprobs in half precision; empty if none does."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
@@ -83,7 +80,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Return a note on each run that was trained with options other than the given options."""
+    """Note each run that was trained with options other than `given`."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []

@@ -1,4 +1,4 @@
-"""OpenRLHF's numbers on the difference between vLLM and trainer logprobs."""
+"""OpenRLHF's metrics of the mismatch between vLLM and trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    """Options of OpenRLHF's policy loss that change the ratio and its clip."""
+    """Options of OpenRLHF's policy loss that affect the ratio and its clipping."""
 
     policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
     """One ratio per token (`ppo`), or their geometric mean over a sequence (`gspo`)."""
@@ -28,7 +28,7 @@ class OpenRlhf(Framework):
     )
     """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
-    """True to divide by the rollout's probabilities instead of the trainer's old probabilities; only with gspo."""
+    """True to divide by the rollout's probabilities instead of the trainer's old ones; only with gspo."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"

@@ -1,4 +1,4 @@
-"""prime-rl's numbers on the difference between inference and trainer logprobs."""
+"""prime-rl's metrics of the mismatch between inference and trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Numbers split by the sign of the advantage, which the loss `ipo` does not log."""
+"""Metrics split by the sign of the advantage, which the loss `ipo` does not log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,11 @@ class PrimeRl(Framework):
     dppo_mask_low: float = option_field(
         0.2, "Mask larger drops in probability if A <= 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens with A <= 0 are masked if their probability drops by more than this value."""
     dppo_mask_high: float = option_field(
         0.2, "Mask larger rises in probability if A > 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens with A > 0 are masked if their probability rises by more than this value."""
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
-    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this bound in either
-    direction. None selects the default loss."""
+    """`ipo` masks tokens whose probability changes by more than this, up or down. None selects the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"

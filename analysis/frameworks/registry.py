@@ -1,9 +1,9 @@
 """Find frameworks: each is a module of this package, with an SQL file of the same name.
 
-The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and may
-define `register(connection)`, which registers functions for the macros. The SQL file defines macros that start with the
-module's name: `<module>_numbers(a, b, by_step, {options})`, by step or by run, or else `<module>_runs(a, b)` and
-`<module>_steps(a, b)`. The command line and the parameters of the macros come from these two files. Tables of published levels, corrections and figures
+The module defines the framework's class as FRAMEWORK, whose fields are its options, and may define
+`register(connection)`, which registers SQL functions. The SQL file defines
+`<module>_numbers(a, b, by_step, {options})`, or both `<module>_runs(a, b)` and `<module>_steps(a, b)`. Command-line
+options and macro parameters come from these two files. Tables of published levels, corrections and figures
 (alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Casts of option values in a macro call, by the option's type. Integers and booleans are not cast, because DuckDB
-rejects aggregates next to such a cast."""
+"""SQL casts of option values. Integers and booleans have none: DuckDB rejects aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Classes of the frameworks by name; each is imported on first use."""
-
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
         return found
@@ -51,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with options. None means not given, and so does False for an option of another framework."""
+    """Create a framework. None counts as not given, and so does False for another framework's option."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -82,19 +79,19 @@ def options_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """A framework's option as the command line declares it."""
+    """A framework's option, for the command line."""
 
     framework: str
     name: str
     type: Any
-    """Type of a value other than None: str, float, int, bool, or a tuple of these."""
+    """str, float, int, bool, or a tuple of these; None is left out."""
     default: Any
     help: str
     metavar: str | None
 
 
 def declared_options() -> list[DeclaredOption]:
-    """Return the options of every framework; this imports all their modules."""
+    """Return every framework's options, which imports all their modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 
@@ -110,14 +107,14 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macro files of all frameworks. A module is imported when a query names one of the module's macros."""
+    """Return every framework's macros. A module is imported once a query names one of its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]
 
 
 def _define(name: str, database: Database) -> None:
-    """Define the macros of a framework, after inserting its options for {parameters} and {options}."""
+    """Define a framework's macros, with its options in place of {parameters} and {options}."""
     module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)
@@ -143,7 +140,7 @@ CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
 
 @cache
 def macros(name: str) -> str:
-    """Return the SQL of a framework, before {parameters}, {options} and {columns} are replaced."""
+    """Return a framework's SQL, with {parameters}, {options} and {columns} still to be replaced."""
     file = _files()[name]
     sql = file.read_text(encoding="utf-8")
     return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)

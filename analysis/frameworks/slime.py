@@ -1,4 +1,4 @@
-"""slime's numbers on the difference between engine and trainer logprobs."""
+"""slime's metrics of the mismatch between engine and trainer."""
 
 from __future__ import annotations
 
@@ -22,58 +22,55 @@ _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options without effect unless use_tis is given."""
+"""Options that need use_tis."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""Numbers that are logged in only one mode, by value of tis_mode."""
+"""Metrics logged in only one tis_mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, followed by those of mis.py in slime's examples.
+    """Options of slime's truncated importance sampling and averaging, then those of mis.py in slime's examples.
 
-    The defaults for mis.py come from mis.yaml in the same folder.
+    The defaults for mis.py are those of mis.yaml in the same folder.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
-    """Upper bound of token ratios."""
+    """Upper bound on token ratios."""
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
-    """Lower bound of token ratios."""
+    """Lower bound on token ratios."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """True to average over all tokens, False to average the means of sequences."""
+    """True to average over all tokens; False to average the sequences' means."""
     use_tis: bool = option_field(False, "Use the weights and rejections of the mis.py example.")
-    """True for the weights and rejections of mis.py; False for only its metrics, as in get_mismatch_metrics."""
+    """False computes only the metrics of mis.py, as get_mismatch_metrics does."""
     tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
-    """Level at which weights are computed: `token`, `sequence`, or the `geometric` mean over a sequence."""
+    """Level of the weights' ratios: `token`, `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
-    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside both."""
+    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside the bounds."""
     tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
-    """Lower bound of weights; None means 1 / tis_upper_bound."""
+    """None means 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
-    """True to divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject based on weights (on; mis.py).")
-    """True to reject tokens with a weight outside rs_lower_bound and rs_upper_bound."""
+    """True to reject tokens whose weight is outside rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level at which to reject (token; mis.py).", choices=LEVELS)
-    """Level at which to reject; takes the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
-    """Lower bound of accepted weights; None means tis_lower_bound."""
+    """None means tis_lower_bound."""
     rs_upper_bound: float | None = option_field(
         None, "Upper bound of kept weights (tis_upper_bound; mis.py).", metavar="C"
     )
-    """Upper bound of accepted weights; None means tis_upper_bound."""
+    """None means tis_upper_bound."""
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
     )
-    """A sequence is rejected if any of its token ratios is below this value; 0 rejects no sequence."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"
@@ -98,7 +95,7 @@ class Slime(Framework):
             )
 
     def _check_bounds(self) -> None:
-        """Raise InvalidOption if the bounds violate one of slime's assertions."""
+        """Enforce slime's own assertions on the bounds."""
         if self.tis_upper_bound <= 0:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound

@@ -1,4 +1,4 @@
-"""TRL's numbers on the difference between vLLM and trainer logprobs, and on the tokens that the loss clips."""
+"""TRL's metrics of the mismatch between vLLM and trainer, and of the tokens that the loss clips."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-"""Values of loss_type that clip ratios from both sides."""
+"""Loss types that clip ratios on both sides."""
 
 _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trl(Framework):
-    """Options of TRL's importance-sampling correction, its loss and its logging."""
+    """Options of TRL's importance-sampling correction, loss and logging."""
 
     vllm_importance_sampling_mode: str = option_field(
         "sequence_mask",
@@ -35,11 +35,10 @@ class Trl(Framework):
     )
     """Level of the ratios, and whether ratios outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
-    """Upper bound of ratios; infinity for no bound."""
+    """Upper bound on ratios; infinity for no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound of ratios; None for no bound."""
+    """Lower bound on ratios; None for no bound."""
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
-    """Trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
         "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
@@ -49,25 +48,21 @@ class Trl(Framework):
     )
     """One ratio per `token`, or their geometric mean over a `sequence`."""
     epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
-    """Ratios below 1 - epsilon are clipped."""
     epsilon_high: float | None = option_field(
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound of the ratio, regardless of the sign of the advantage; None for no bound."""
+    """Upper bound on the ratio, whatever the sign of the advantage; None for no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """A sequence with a negative advantage is dropped if its mean of rollout - current logprobs is above this value.
-    None drops no sequence."""
+    """Sequences with A < 0 and a mean of rollout - current above this, in nats, are dropped; None drops none."""
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
-    """Number of steps per row, since TRL logs means over several steps. None gives one row per step, with the step's
-    sequences as one batch."""
+    """Steps per row, since TRL logs means over several steps. None gives one row per step, as a single batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """True to log the first step in a row of its own."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"
@@ -141,7 +136,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options as TRL records them, without options that are implied by other options."""
+        """Return the options as TRL records them, without those that follow from others."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

@@ -23,7 +23,7 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Allowed elements of `rollout_rs`."""
+"""Values allowed in `rollout_rs`."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
 
@@ -33,17 +33,16 @@ class Verl(Framework):
     """Options of verl's rollout correction."""
 
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
-    """Level of the importance-sampling weights, `token` or `sequence`; None for no weights."""
+    """Level of the importance-sampling weights; None for no weights."""
     rollout_is_threshold: str = option_field(
         "2.0",
         "Upper bound of weights (TIS; 2.0), or bounds outside which weights are masked (IcePop).",
         metavar="UPPER|LOWER_UPPER",
     )
-    """Maximum weight (TIS), or bounds `lower_upper`; weights outside the bounds become 0 (IcePop)."""
+    """Maximum weight (TIS), or bounds `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
-    """True to divide weights by their mean."""
     rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
-    """Comma-separated elements of REJECTIONS; None for no rejections."""
+    """Comma-separated REJECTIONS; None rejects nothing."""
     rollout_rs_threshold: str | None = option_field(
         None, "One bound for all, or one per rejection; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
@@ -85,7 +84,7 @@ class Verl(Framework):
 
         from .verl_sums import summed
 
-        # Summing here runs in parallel with reading; in a function called by DuckDB it would not.
+        # Summing here overlaps with reading; inside a function called by DuckDB it would not.
         batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
 
@@ -98,7 +97,6 @@ class Verl(Framework):
         return told
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if verl does not log this column of weights with these options."""
         if column == "rollout_corr/rollout_is_oob_ratio":
             return "_" not in self.rollout_is_threshold
         return column == "rollout_corr/rollout_is_batch_norm_factor" and not self.rollout_is_batch_normalize
@@ -108,7 +106,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Convert rows, one per group and option, to one row per group, with columns `<option>_<statistic>`."""
+    """Pivot one row per group and option into one row per group, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}
@@ -149,7 +147,6 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
 
 
 def _check_bounds(option: str, text: str) -> None:
-    """Raise InvalidOption unless a text is `upper` or `lower_upper`, with bounds above 0."""
     try:
         bounds = [float(part) for part in text.split("_", 1)]
     except ValueError:
@@ -161,9 +158,9 @@ def _check_bounds(option: str, text: str) -> None:
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
+    """Register `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    An empty mask counts every token. A token without a logprob in one of the lists is left out of all sums.
+    An empty mask counts every token. A token that lacks a logprob in either list is left out of all sums.
     """
     from .verl_sums import STRUCT, verl_sums
 

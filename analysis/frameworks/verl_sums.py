@@ -1,7 +1,7 @@
-"""Compute the sums over each sequence's tokens that verl's numbers need.
+"""Compute each sequence's sums for verl's metrics.
 
-Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on the sequence's own tokens, so they are
-bitwise the same in any batch and with any number of threads.
+Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on its own tokens, so neither batching nor
+the number of threads changes a bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, p
 from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
-"""Bound, in nats, to which verl clamps log-ratios before exponentiating them."""
+"""verl clamps log ratios to +- this many nats before exponentiating them."""
 
 _KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -26,14 +26,14 @@ _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
     "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
-"""Names of sums, maxima, means and centred sums of squares. In OF_PROBABILITIES, pass a is the trainer and pass b the
+"""Sums, maxima, means and centred sums of squares. In OF_PROBABILITIES, pass a is the trainer and pass b the
 rollout."""
 
 STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the keys and sums of the sequences in rows of `verl_rows`."""
+    """Turn rows of `verl_rows` into the keys and sums of each sequence."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
@@ -51,7 +51,6 @@ def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarra
 
 
 def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Return all sums named in _SUMS for the sequences of a block."""
     d_T = old_T - rollout_T
     growth_T = np.expm1(d_T)
     num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
