@@ -71,7 +71,7 @@ def _tokens(data: PairData) -> dict[str, float]:
 def _positions(data: PairData) -> dict[str, float]:
     log, turn = levels(data), later_turn(data.sample)[data.keep]
     return {
-        "later_fall_score": _certainty(_fades(data, data.position > 0)),
+        "later_fall_score": _certainty(fades(data, data.position > 0)),
         "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
         "later_turn": _contrast(log, turn),
     }  # fmt: skip
@@ -118,7 +118,7 @@ def _moved(data: PairData) -> np.ndarray:
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
 
-def _fades(data: PairData, inside: np.ndarray) -> float:
+def fades(data: PairData, inside: np.ndarray) -> float:
     """Return the log ratio between the mismatch in the first and the last third of a sequence, averaged over the
     sequences inside, [K] bool, in standard errors. The effect of a different or cached prompt fades along the response;
     the effect of different weights does not.
@@ -303,6 +303,8 @@ class MismatchGrowth:
     """Largest median logit error of a later step, nats."""
     since: int | None
     """First step whose error is above the geometric mean of `first` and `later`."""
+    is_sudden: bool = False
+    """True if the error is flat before `since`, for two steps or more, and flat from then on."""
 
     @property
     def ratio(self) -> float:
@@ -320,7 +322,13 @@ def growth(data: PairData) -> MismatchGrowth:
         return MismatchGrowth(float(level[0]) if len(level) else 0.0, 0.0, None)
     middle = np.sqrt(max(level[0], 1e-9) * max(level[1:].max(), 1e-9))
     above = np.flatnonzero(level > middle)
-    return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
+    if not len(above):
+        return MismatchGrowth(float(level[0]), float(level[1:].max()), None)
+    before, after = np.split(level, above[:1])
+    is_sudden = (
+        min(len(before), len(after)) >= 2 and max(np.ptp(before) / before.min(), np.ptp(after) / after.min()) < 0.5
+    )
+    return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]), bool(is_sudden))
 
 
 @once

@@ -236,6 +236,12 @@ the standard deviation of the log-odds alone, it is 0.3 to 10 on an H100 (models
 kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
+_LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
+"""dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
+PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
+"""Steps between probabilities of 0 and 1 to try."""
+_SMALLEST_NATS = 8.0
+"""Assumed error of the smallest of evenly spaced probabilities, nats."""
 MAX_EXCESS = 2.5
 """Largest rms error of a logit that can still be rounding, in multiples of `allowed_noise`. At or below it, `kinds` decides. Of 576
 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies, 99% stay below
@@ -335,6 +341,10 @@ def value_precision(logprobs: np.ndarray) -> str | None:
         scaled = telling / step
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             possible[name] = 2 * (high - low) / step
+    for parts in PROBABILITY_PARTS:
+        scaled = np.exp(-telling.astype(float)) * parts
+        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
+            possible[f"probabilities in steps of 1/{parts}"] = float(parts)
     return min(possible, key=lambda name: possible[name], default="float32")
 
 
@@ -386,8 +396,13 @@ def value_rounding(data: PairData) -> np.ndarray:
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     """Return half of the distance between neighbouring values, [K], at a precision named by `value_precision`."""
     if precision in HALF_ULP:
-        return np.asarray(np.ldexp(1.0, np.frexp(values)[1] - HALF_ULP[precision] - 1))
+        exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT.get(precision, -126))
+        return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
     *_, last = precision.split()
+    if "/" in last:
+        step = np.round(np.exp(values) * int(last[2:]))
+        # Any smaller probability may be stored as the smallest one.
+        return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), _SMALLEST_NATS))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 

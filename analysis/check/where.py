@@ -8,8 +8,10 @@ Shapes: K kept tokens in S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +34,10 @@ MIN_PERIODIC = 20
 """Minimum number of tokens off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
+MIN_TRIGGERED = 6
+"""Minimum number of rows that become off at a token."""
+TRIGGER_SLACK = 4
+"""Maximum number of tokens between a trigger and the first token that is off; nearly certain tokens hide the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ FEATURES = {
     "total_position": "the position in prompt and response",
     "token_id": "the token id",
     "token_before": "the id of the previous token",
+    "after_ids": "an earlier token's id",
     "token_repeated": "tokens that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked tokens",
@@ -133,7 +140,53 @@ def places(data: PairData) -> list[Where]:
         *(_split(data, noise, name, values[rows], mean[rows], rows) for name, values in sequence_columns(data.sample).items()),
         *(_split(data, noise, name, values, level, None) for name, values in token_columns(data).items()),
     ]  # fmt: skip
+    if (ids := _trigger_ids(data)) and (after := _split(data, noise, "after_ids", _after(data, ids), level, None)):
+        found.append(replace(after, kind="one_of", values=tuple(ids)) if after.kind == "is" else None)
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
+
+
+def _trigger_ids(data: PairData) -> list[int]:
+    """Return the fewest token ids after which rows are off: each is near the onset of several rows, and seldom well before one."""
+    noise = logit_error(data)
+    off = noise > 50 * np.quantile(noise, 0.1)  # six standard deviations of what is not off
+    if not MIN_TRIGGERED < off.sum() < MAX_COVERED * data.num_kept:
+        return []
+    tokens = data.sample.tokens[data.keep]
+    clean: Counter[int] = Counter()
+    near = []
+    for first, last in zip(*_row_bounds(data), strict=True):
+        onset = int(off[first:last].argmax()) if off[first:last].any() else last - first
+        before = first + max(onset - TRIGGER_SLACK, 0)
+        prompt = data.sample.prompts[data.seq[first]] or ()
+        clean.update({*tokens[first:before].tolist(), *(prompt if before > first else ())})
+        if 0 < onset < last - first or prompt:
+            near.append({*tokens[before : min(first + onset + 1, last)].tolist(), *(prompt if before == first else ())})
+    often = Counter(chain.from_iterable(near))
+    left = [{each for each in ids if clean[each] < often[each] / 4} for ids in near]
+    chosen: list[int] = []
+    while left := [ids for ids in left if ids]:
+        token, rows = Counter(chain.from_iterable(left)).most_common(1)[0]
+        if rows < 2 or (not chosen and len(left) < MIN_TRIGGERED):
+            break
+        chosen.append(token)
+        left = [ids for ids in left if token not in ids]
+    return sorted(chosen)
+
+
+def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
+    first = np.flatnonzero(np.r_[True, data.seq[1:] != data.seq[:-1]])
+    return first, np.r_[first[1:], data.num_kept]
+
+
+def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
+    """Return [K] bool: True after the first of these ids in prompt and response."""
+    there = np.isin(data.sample.tokens[data.keep], ids)
+    out = np.zeros(data.num_kept, bool)
+    for first, last in zip(*_row_bounds(data), strict=True):
+        prompt = data.sample.prompts[data.seq[first]]
+        seen = bool(prompt) and not set(ids).isdisjoint(prompt)
+        out[first:last] = seen | (np.cumsum(np.r_[False, there[first : last - 1]]) > 0)
+    return out
 
 
 def _split(
@@ -152,9 +205,14 @@ def _split(
     if best is None:
         return None
     gain, kind, chosen = best
-    is_range = kind == "one_of" and values.dtype.kind in "if" and not name.startswith(("phase", "token"))
-    if is_range and len(chosen) > 2 and len(chosen) > 0.8 * (chosen.max() - chosen.min() + 1):
-        kind, chosen = "from", np.arange(chosen.min(), chosen.max() + 1)
+    if kind == "one_of" and values.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
+        if name.startswith("token"):
+            # Some ids beyond a limit may agree by chance, or a few below it be off.
+            limit = int(np.quantile(chosen, 0.01, method="lower"))
+            if np.mean((place >= limit) == np.isin(place, chosen)) > 0.97:
+                kind, chosen = "from", np.arange(limit, len(known))
+        elif len(chosen) > 0.8 * (chosen.max() - chosen.min() + 1):
+            kind, chosen = "from", np.arange(chosen.min(), chosen.max() + 1)
     marked = np.zeros(len(values), bool)
     marked[np.flatnonzero(there)[np.isin(place, chosen)]] = True
     inside = marked if rows is None else np.isin(data.seq, rows[marked])
@@ -260,7 +318,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "total_position": total.astype(float), "from_end": from_end.astype(float),
         "token_id": sample.tokens[data.keep].astype(float),
         "token_before": np.where(position > 0, sample.previous[data.keep], np.nan),
-        "token_repeated": repeated_in_row(data), "later_turn": later_turn(sample)[data.keep],
+        "token_repeated": occurrences(data) > 0, "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }  # fmt: skip
     for parts in (2, 4, 8, 16):
@@ -316,18 +374,16 @@ def recorded_order(sample: Sample) -> np.ndarray:
     return order
 
 
-def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
-    """Return [K] bool: True where the token occurs earlier in its response, or in its prompt unless `prompt` is False."""
+def occurrences(data: PairData, *, prompt: bool = True) -> np.ndarray:
+    """Return [K] how often the token occurs earlier in its response, and in its prompt unless `prompt` is False."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     if prompt:
         given = [np.asarray(each or (), np.int64) for each in sample.prompts]
         rows = np.concatenate([np.repeat(np.arange(len(given)), [len(each) for each in given]), rows])
         tokens = np.concatenate([*given, tokens])
-    keys = rows * (int(tokens.max(initial=0)) + 1) + tokens
-    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    repeated = first[place] != np.arange(len(keys))
-    return np.asarray(repeated[len(keys) - len(sample.tokens) :][data.keep])
+    num = rank_of(rows * (int(tokens.max(initial=0)) + 1) + tokens)
+    return np.asarray(num[len(num) - len(sample.tokens) :][data.keep])
 
 
 def seen_before(sample: Sample) -> np.ndarray:

@@ -32,6 +32,8 @@ LAGS = (-3, -2, -1, 0, 1, 2, 3)
 LAG_SWITCH_NATS = 2.0
 """Cost, nats, of each change of the lag within a row. It is about the cost of two unrelated tokens, so noise alone
 causes no change."""
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
+"""Lengths, in tokens, of the chunks that may be reversed."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
 """Maximum share of a difference that may remain after pairing a row with another: a chance match leaves a third."""
@@ -87,16 +89,22 @@ SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
     causes={"own": "the rows of one side are shifted by different numbers of tokens: wrong padding or offsets",
-            "neighbour": "some tokens have the values of their neighbours"},
+            "neighbour": "some tokens have the values of their neighbours",
+            "reversed": "one side's values are in reverse order",
+            "lost": "some of one side's values are missing, and the later ones have moved up"},
     evidence={
         "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted against {a}, by different numbers of "
         "tokens, {least:+d} to {largest:+d}: shifted back, they differ by {moved:.2g} nats per token, as recorded by {unmoved:.2g}; "
         "each is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
+        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it differs from {a} "
+        "by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, are those of the {which} token: they differ from that one's by "
         "{moved:.2g} nats on average, and from their own by {size:.2g}",
+        "lost": f"{_ROWS_OFF} lack {{num_lost}} values of {{side}} from a token on (at position {{first_place}} to {{last_place}}): the later values "
+        "have moved up, and the row ends with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
     },
 )  # fmt: skip
@@ -246,15 +254,25 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _reversed(data: PairData) -> Hypothesis | None:
-    """Detect that rows are reversed."""
+    """Detect that rows, or chunks of one length within rows, are reversed."""
     first, last = (np.searchsorted(data.seq, data.seq, side) for side in ("left", "right"))
-    source = np.where(last - first > 3, first + last - 1 - np.arange(data.num_kept), -1)
-    tokens = source >= 0
-    moved = np.abs(data.a - _at(data.b, source))[tokens]
-    if not tokens.any() or np.median(moved) > REALIGNED_SHARE * np.median(np.abs(data.d[tokens])):
+    place = np.arange(data.num_kept) - first
+    best, moved = 0, np.abs(data.d)
+    for chunk in (int(data.sample.lengths.max(initial=0)), *CHUNKS):
+        start = first + place // chunk * chunk
+        source = start + np.minimum(start + chunk, last) - 1 - np.arange(data.num_kept)
+        off_by = np.abs(data.a - data.b[source])
+        if np.median(off_by) < REALIGNED_SHARE * np.median(moved):
+            best, moved, found = chunk, off_by, source
+    if not best or data.num_kept < 4:
         return None
-    numbers: dict[str, Number] = {"moved": float(moved.mean()), **data.names}
-    return _placed(data, SHIFT, "reversed", source, tokens, cost=1.0, next=commands.tokens(data), numbers=numbers)
+    found = np.where(found == np.arange(data.num_kept), -1, found)
+    is_whole = best not in CHUNKS
+    numbers: dict[str, Number] = {"moved": float(moved.mean()), "chunk": best, "cause": "reversed", **data.names}
+    return _placed(
+        data, SHIFT, "reversed" if is_whole else "reversed_chunks", found, found >= 0, cost=1.0 if is_whole else 6.0,
+        next=commands.tokens(data), numbers=numbers,
+    )  # fmt: skip
 
 
 def _rows_paired(data: PairData) -> Hypothesis | None:
@@ -317,12 +335,29 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
     row_lags[rows] = lags
+    lost = _lost(data, index[rows], lags)
     return _placed(
-        data, SHIFT if joined else RETOKENISED, "moved_after_place", _lagged(index, row_lags)[data.seq, data.position],
+        data, SHIFT if joined or lost else RETOKENISED, "lost" if lost else "moved_after_place", _lagged(index, row_lags)[data.seq, data.position],
         np.isin(data.seq, rows), cost=len(rows) * np.log(len(LAGS) * max(index.shape[1], 2)),
         weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)), next=commands.row(data, int(rows[0])),
-        numbers=_onset_numbers(data, rows, len(suspects), onset) | {"lags": ", ".join(str(t) for t in np.unique(lags) if t)},
+        numbers={
+            **_onset_numbers(data, rows, len(suspects), onset), "lags": ", ".join(str(t) for t in np.unique(lags) if t), **lost,
+        },
     )  # fmt: skip
+
+
+def _lost(data: PairData, index: np.ndarray, lags: np.ndarray) -> dict[str, Number]:
+    """Return the numbers of a fault if the rows, [R, T], lack as many values as they are shifted by, and end with a filler."""
+    usual = np.array([np.bincount(row[row != 0] - LAGS[0]).argmax() + LAGS[0] for row in lags])
+    values, counts = np.unique(usual, return_counts=True)
+    lag = int(values[counts.argmax()])
+    last = [row[row >= 0][-abs(lag) :] for row in index[usual == lag]]
+    held = (data.a if lag > 0 else data.b)[np.concatenate(last)]
+    filler, often = np.unique(held, return_counts=True)
+    if counts.max() < 0.6 * len(lags) or often.max() < max(4, 0.8 * len(held)):
+        return {}
+    side = data.names["a" if lag > 0 else "b"]
+    return {"cause": "lost", "side": side, "num_lost": abs(lag), "filler": float(filler[often.argmax()])}
 
 
 def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.ndarray) -> dict[str, Number]:

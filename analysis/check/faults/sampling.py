@@ -9,7 +9,7 @@ Shapes: K kept tokens in S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,9 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..features import judged, judged_words, pearson, sampled_mean, sampled_score
-from ..finding import Fault, Hypothesis, Number, of_signs, predicting
+from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
 from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
-from ..where import part_of_rows, repeated_in_row
+from ..where import occurrences, part_of_rows
 
 
 def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -33,7 +33,9 @@ def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
     value = numbers["recorded"]
-    return {"recorded_text": "" if value is None else f"; recorded: repetition_penalty {value:g}"}
+    how_often = "for each time that it occurred before" if numbers.get("by_count") else "if it occurred before"
+    recorded = "" if value is None else f"; recorded: repetition_penalty {value:g}"
+    return {"recorded_text": recorded, "how_often": how_often}
 
 
 TEMPERATURE = Fault(
@@ -100,9 +102,10 @@ PENALTY = Fault(
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
-        "{mean_new:+.2g} nats on average, as with a repetition, presence or frequency penalty{recorded_text}",
-        "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
+        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a repetition, presence or "
+        "frequency penalty; this explains {r2:.0%} of the change in log-odds ({mean_repeated:+.2g} nats at repeated tokens, "
+        "{mean_new:+.2g} at others){recorded_text}",
+        "token_ids": "{side} {lowers} {ids_text} and {raises} all others, {mean_ids:+.2g} against "
         "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
         "one_shift": "of {num_pairs:,} pairs of different tokens after the same prefix, the two sides agree on the difference of "
         "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
@@ -115,7 +118,10 @@ PENALTY = Fault(
     },
     words={
         "repeated": _recorded_penalty,
-        "token_ids": lambda n: dict(zip(("lowers", "raises"), ("lowers", "raises")[:: 1 if n["mean_ids"] < 0 else -1], strict=True)),
+        "token_ids": lambda n: {
+            "ids_text": f"{n['num_ids']:,} token ids" if n["num_ids"] > 1 else f"token id {n['ids']}",
+            **dict(zip(("lowers", "raises"), ("lowers", "raises")[:: 1 if n["mean_ids"] < 0 else -1], strict=True)),
+        },
         "judged": judged_words, "sampled_elsewhere": _recorded_penalty,
     },
     causes={
@@ -498,63 +504,118 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 
 # --- Some logits shifted
 
-MIN_SIGNS = 0.9
-"""Minimum share of the tokens that are off whose d has the sign that a penalty would cause; by chance, half have it."""
+MIN_SIGNS = 0.97
+"""Minimum share of the tokens that are off whose d has the sign that a bias would cause; by chance, half have it."""
+MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.05, 10.0
+"""Minimum share of the variance of the change in log-odds that earlier occurrences explain, and minimum distance of their effect
+from 0 in standard errors."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Detect that d has one sign at some tokens and the opposite sign at all others.
+    """Detect logits that one side shifts: of tokens that occurred before (penalties) or of some ids (biases).
 
-    The tokens occurred before in the row (repetition penalties) or in the response (frequency and presence penalties), or
-    have one of a few ids. If no such tokens are found, detect that the logits of some tokens are shifted by a fixed size.
+    If neither is found, detect that the logits of some tokens are shifted by a fixed size.
     """
     if data.num_kept < 200:
         return []
-    recorded = recorded_penalty(data)
-    found = []
-    for signal, chosen, off, least, numbers, cost in _groups(data):
-        if (off & chosen).sum() < 20 - 16 * (signal == "token_ids") or (off & ~chosen).sum() < 20:
-            continue
-        means = float(data.d[chosen & off].mean()), float(data.d[~chosen & off].mean())
-        sign = np.where(chosen, np.sign(means[0]), np.sign(means[1]))
-        if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < least:
-            continue
-        # The penalised side gives repeated tokens a lower logprob.
-        side = "b" if signal == "token_ids" or means[0] > 0 else "a"
-        in_side = [mean if side == "a" else -mean for mean in means]
-        said: dict[str, Number] = {"side": data.names[side], "cause": signal, **numbers}
-        if signal == "token_ids":
-            said |= {"mean_ids": in_side[0], "mean_rest": in_side[1]}
-        else:
-            said |= {"mean_repeated": in_side[0], "mean_new": in_side[1], "recorded": recorded}
-        finding = PENALTY.finding(data, signal, off, next=commands.far_tokens(data), numbers=said)
-        found.append(of_signs(data, finding, sign, cost))
-    return found or _one_shift(data)
+    return [*_repeated(data), *_of_ids(data), *_biased(data)] or _one_shift(data)
 
 
-_Group = tuple[str, np.ndarray, np.ndarray, float, dict[str, Number], float]
-"""Signal, tokens chosen and tokens off, [K] bool, minimum share of right signs, numbers, and cost of the choice, nats."""
+def _repeated(data: PairData) -> list[Hypothesis]:
+    """Detect that the log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it occurred."""
+    known, odds_a, odds_b = _log_odds(data)
+    shift = (odds_a - odds_b)[known]
+    if known.sum() < 200:
+        return []
+    shift = np.clip(shift, *np.quantile(shift, [0.01, 0.99]))
+    recorded, best = recorded_penalty(data), (0.0, 0.0, np.zeros(2), np.zeros(0), "")
+    for counted in ("response", "row"):
+        count = occurrences(data, prompt=counted == "row")
+        for times in (count, np.minimum(count, 1)):
+            if np.ptp(times[known]) == 0:
+                continue
+            x = np.stack([times[known], np.ones(len(shift))], axis=1)
+            fitted, *_ = np.linalg.lstsq(x, shift, rcond=None)
+            left = float(np.std(shift - x @ fitted))
+            score = abs(fitted[0]) * float(np.std(times[known])) * np.sqrt(len(shift)) / max(left, 1e-12)
+            r2 = 1 - left**2 / max(float(np.var(shift)), 1e-30)
+            best = max(best, (r2, score, fitted, times, counted), key=lambda each: each[0])
+    r2, score, fitted, times, counted = best
+    if r2 < MIN_REPEATED_R2 or score < MIN_REPEATED_SCORE:
+        return []
+    side = "b" if fitted[0] > 0 else "a"
+    means = [float(data.d[each].mean()) * (1 if side == "a" else -1) for each in (times > 0, times == 0)]
+    finding = PENALTY.finding(
+        data, "repeated", times > 0, next=commands.far_tokens(data),
+        numbers={
+            "side": data.names[side], "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(float(fitted[0])),
+            "r2": r2, "mean_repeated": means[0], "mean_new": means[1], "recorded": recorded,
+        },
+    )  # fmt: skip
+    predicted = -np.logaddexp(0.0, -(odds_b + fitted[0] * times + fitted[1]))
+    residual = np.where(known, data.a - predicted, data.d)
+    return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0)]
 
 
-def _groups(data: PairData) -> Iterator[_Group]:
+def _log_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return [K] bool, the tokens whose log-odds are informative, and the log-odds of both passes, [K]."""
+    odds_a, odds_b = (x - np.log(-np.expm1(np.minimum(x, -1e-9))) for x in (data.a, data.b))
+    return (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB), odds_a, odds_b
+
+
+def _of_ids(data: PairData) -> list[Hypothesis]:
+    """Detect that d has one sign at some token ids and the opposite sign at all others."""
     off = np.abs(data.d) > allowed_noise(data) / 2 * np.maximum(data.rest, 1e-3) + 2 * value_rounding(data)
-    # A recorded penalty has no fitted parameters.
-    cost = 0.0 if recorded_penalty(data) else 8.0
-    yield "repeated", repeated_in_row(data), off, MIN_SIGNS, {"counted": "row"}, cost
-    yield "repeated", repeated_in_row(data, prompt=False), off, MIN_SIGNS, {"counted": "response"}, cost
     ids, place = np.unique(data.sample.tokens[data.keep], return_inverse=True)
     if data.num_kept < 400 or off.sum() < 50:
-        return
+        return []
     num = np.bincount(place[off], minlength=len(ids))
     lean = np.bincount(place[off], np.sign(data.d[off]), len(ids)) / np.maximum(num, 1)
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
+    chosen = other[place]
     # A bias changes the normaliser, and so every other token.
-    if 1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~other[place]]) >= 0.2:
-        numbers: dict[str, Number] = {
-            "num_ids": int(other.sum()), "ids": ", ".join(str(each) for each in ids[other][:8]),
-        }  # fmt: skip
-        yield "token_ids", other[place], off, 0.97, numbers, float(other.sum()) * np.log(len(ids)) + 8.0
+    if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
+        return []
+    sign = np.where(chosen, -usual, usual)
+    if np.mean(np.sign(data.d[off]) == sign[off]) < MIN_SIGNS:
+        return []
+    finding = _of_some_ids(data, ids[other], chosen, off)
+    return [of_signs(data, finding, sign, float(other.sum()) * np.log(len(ids)) + 8.0)]
+
+
+def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.ndarray) -> Finding:
+    return PENALTY.finding(
+        data, "token_ids", off, next=commands.far_tokens(data),
+        numbers={
+            "side": data.names["b"], "cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(str(each) for each in ids[:8]),
+            "mean_ids": -float(data.d[chosen & off].mean()), "mean_rest": -float(data.d[~chosen].mean()),
+        },
+    )  # fmt: skip
+
+
+def _biased(data: PairData) -> list[Hypothesis]:
+    """Detect that one side adds a constant to the logits of a few token ids, which changes their log-odds by it in every context."""
+    known, odds_a, odds_b = _log_odds(data)
+    if known.sum() < 200:
+        return []
+    ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
+    shift = (odds_a - odds_b)[known]
+    usual = float(np.median(np.abs(shift)))
+    order = np.lexsort((shift, place))
+    middle = np.array([np.median(each) for each in np.split(shift[order], np.cumsum(np.bincount(place))[:-1])])
+    around = np.bincount(place, np.minimum(np.abs(shift - middle[place]), 2.0)) / np.bincount(place)
+    biased = (np.bincount(place) >= 3) & (np.abs(middle) > max(0.2, 6 * usual)) & (around < np.abs(middle) / 4)
+    chosen = np.zeros(data.num_kept, bool)
+    chosen[known] = biased[place]
+    if not 1 <= biased.sum() <= max(4, len(ids) // 3) or chosen.sum() < 6:
+        return []
+    moved = np.zeros(data.num_kept)
+    moved[known] = middle[place]
+    predicted = -np.logaddexp(0.0, -(odds_b + moved))
+    finding = _of_some_ids(data, ids[biased], chosen, chosen)
+    residual = np.where(chosen, data.a - predicted, data.d)
+    return [predicting(data, finding, residual, float(biased.sum()) * np.log(len(ids)), chosen)]
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
@@ -565,7 +626,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     shifted = differ > np.maximum(3 * error, 0.05)
     bias = float(np.median(differ[shifted])) if shifted.any() else 0.0
     near = np.abs(differ[shifted] - bias) < np.minimum(3 * error[shifted], bias / 10)
-    if len(differ) < 12 or shifted.sum() < 8 or not 0.05 < shifted.mean() < 0.95 or near.mean() < MIN_SIGNS:
+    if len(differ) < 12 or shifted.sum() < 8 or not 0.05 < shifted.mean() < 0.95 or near.mean() < 0.9:
         return []
     finding = PENALTY.finding(
         data, "one_shift", next=commands.far_tokens(data),

@@ -80,12 +80,26 @@ UNIT = Fault(
 )  # fmt: skip
 LOW_PRECISION = Fault(
     code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
+    causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
         "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
+        "rounded_values": "every logprob of {side} is {grid_text}; rounding to it accounts for {rounding:.0%} of the squared mismatch",
         "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
         "computed or stored in low precision",
     },
+    words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
 )  # fmt: skip
+
+
+def _grid_text(precision: str) -> str:
+    number, _, unit = precision.partition(" ")
+    if unit == "decimals":
+        return f"rounded to {number} decimal{'s' * (number != '1')}"
+    if precision.startswith("steps of"):
+        return f"a multiple of {precision.split()[-1]}"
+    return f"the logarithm of a multiple of {precision.split()[-1]}" if "/" in precision else f"a {precision} number"
+
+
 _SAMPLED = {
     "unknown": ": they belong to different tokens, in no known order, or to different models",
     "improbable": ", and {side} gives the sampled tokens {mean_lower:.3g} nats on average, {other} {mean_higher:.3g}: {side} scored "
@@ -327,13 +341,16 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
         following = commands.replay(data, "--logits-dtype bf16", "head")
         if (dtype := precision.rounded) is not None:
             half = half_ulp(getattr(data, side), dtype)
-            share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            named = precision.declared in HALF_ULP and dtype in ("bfloat16", "float16")
+            share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
+            is_stored = dtype not in ("bfloat16", "float16")  # no head computes in such a precision
+            named = precision.declared in HALF_ULP and not is_stored
             named |= declared(data.contract(side), "logprobs_dtype") == dtype
-            if share > (0.02 if precision.declared else MIN_SHARE):
+            if share > (0.02 if precision.declared or is_stored else MIN_SHARE):
                 finding = LOW_PRECISION.finding(
-                    data, "rounded_logprobs", is_expected=named, next=following, numbers=numbers
-                )
+                    data, "rounded_values" if is_stored else "rounded_logprobs", is_expected=named,
+                    next=commands.tokens(data) if is_stored else following, broken="recording" if is_stored else None,
+                    numbers=numbers | {"rounding": share, "cause": "stored" if is_stored else ""},
+                )  # fmt: skip
                 residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
                 found.append(predicting(data, finding, residual, 0.0))
         elif precision.logits in HALF_ULP and precision.declared == "float32":

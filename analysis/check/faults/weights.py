@@ -73,6 +73,8 @@ WEIGHTS = Fault(
         "quantised": "one side's weights are quantised",
         "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
+        "early": "older weights, or another prompt, at the beginning of responses: a prefix cache kept across updates, weights swapped while sampling",
+        "sudden": "one side changed during the run: stale or quantised weights, another precision or kernel, or dropout",
         "other_weights": "the engine's weights match no recorded version of the trainer",
     },
 )  # fmt: skip
