@@ -43,7 +43,7 @@ _SUMS = (*COUNTS, *OF_DIFFERENCES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and of quantities derived from d; see schemas.sums. R sequences."""
+    """Sums of d and of quantities derived from d, for R sequences; see schemas.sums."""
 
     steps: np.ndarray
     """[R] step of each sequence."""
