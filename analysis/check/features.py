@@ -1,5 +1,4 @@
-"""Features of a mismatch that no explanation predicts token by token, and the fitted model that tells its kind from
-them.
+"""Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it by them.
 
 Of 83 features tried, these 27 suffice: with them, the model identifies as many faults as with all of them, for authors
 left out of the fit.
