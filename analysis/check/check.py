@@ -35,8 +35,7 @@ class TokenOwner:
     """How many of the inspected tokens one finding explains."""
 
     owner: str
-    """Code of a finding; `rounding` if the tokens differ by no more than rounding; `nobody` if they differ by more and
-    no known cause explains it."""
+    """Code of a finding, `rounding` for tokens that rounding explains, or `nobody` for tokens that nothing explains."""
     num_tokens: int
 
 
@@ -60,11 +59,9 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """What explains each inspected token: the first finding that covers it, in the order of `findings`, then rounding,
-    then nobody."""
+    """What explains each inspected token: the first finding that covers it, else rounding, else nobody."""
     data: tuple[DataFinding, ...] = ()
-    """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, but they can ruin
-    the training."""
+    """Faults in rewards, advantages, groups and logged metrics; the comparison does not depend on them."""
     notes: tuple[str, ...] = ()
     """Tests that the trace does not support, and remarks on its data: keys of text.NOTES."""
     attempts: tuple[AttemptInfo, ...] = ()

@@ -1,5 +1,4 @@
-"""Shell commands that confirm a finding. If a replay needs weights that the trace lacks, the command that supplies
-them comes first."""
+"""Shell commands that confirm a finding. Those that need weights supply them first if the trace has none."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ Numbers = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFinding:
-    """A fault in a run's data, or a property worth a notice."""
+    """A fault in a run's data, or a property worth noting."""
 
     code: str
     """A key of KINDS."""
@@ -198,8 +198,7 @@ class _Run:
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step that best separates good steps from bad ones or, for a temporary fault, its first step; None
-        for the first step of the run."""
+        """Return where good steps turn bad or, for a temporary fault, its first step; None if that is the first step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -268,8 +267,7 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Find the rule that turns rewards into advantages at each step, and report the most frequent one other than
-    subtracting the group's mean."""
+    """Find each step's rule from rewards to advantages; report the most common one that is not the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     r, a, labels = (run.rows[name][known] for name in ("reward", "advantage", "group"))
     at, has_id = run.at[known], labels > 0
@@ -335,11 +333,11 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 def _unequal(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find groups in which equal rewards have different advantages, or advantages other than 0 although all rewards
-    are equal, or that lost rows after their baseline was computed.
+    """Find equal rewards of a group with different advantages, equal rewards throughout a group with advantages other
+    than 0, and groups that lost rows after their baseline was computed.
 
-    `group`: [N] number of each row's group, different at every step. Return the code, the affected rows, [N] bool, and
-    the numbers.
+    `group`: [N] group numbers, different at every step. Returns the code, the affected rows, [N] bool, and the
+    numbers.
     """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
@@ -386,9 +384,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find rows that follow the group's rule with another sign or scale, or a mix of rows with and without division by
-    the standard deviation, or advantages that follow the rewards of the previous step. Return the same as `_unequal`.
-    """
+    """Find rows with another sign or scale than the others, rows with and without division by the standard deviation,
+    or advantages that follow the previous step's rewards. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -397,8 +394,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         return None
 
     def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return [N] advantages / `given`, relative to the median of their step, and the share of them within 2% of
-        it."""
+        """Return advantages / `given` over the median of their step, [N], and the share within 2% of 1."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
         relative, sign = np.full(len(a), np.nan), np.sign(np.nansum(np.sign(ratio))) or 1.0
         for _, part in _parts(at):
@@ -449,7 +445,6 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
 
 
 def _fault_if_changed(finding: DataFinding) -> DataFinding:
-    """Turn a notice into a fault if it begins during the run."""
     return replace(finding, is_notice=finding.is_notice and finding.since is None)
 
 
@@ -475,8 +470,7 @@ class AdvantageRule:
 
 
 def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Fit the rule between the rewards and advantages of one step, [N]; without `explain`, only their correlation
-    within groups.
+    """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
     `label`: [N] group labels, in order; `length`: [N] number of response tokens.
     """
@@ -499,7 +493,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
-    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # the first of equal ones
+    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # of ties, the first
     # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
@@ -548,7 +542,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the advantages over the rewards minus the group mean; None if this ratio is usual or not constant."""
+    """Return the ratio of advantages to rewards minus the group mean; None if it is usual or not constant."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -585,18 +579,17 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return [N] the mean over all rows with the same label. Labels are integers from 0."""
+    """Return the mean over all rows with the same label, [N]. Labels are integers from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return [N] the number of rows with the same label."""
+    """Return the number of rows with the same label, [N]."""
     return np.asarray(np.bincount(label)[label])
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation over the rows where x is finite; 0 if fewer than 8 remain, or if x or y is constant up to
-    rounding."""
+    """Return the correlation where x is finite; 0 for fewer than 8 rows, or if x or y is constant up to rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
     if len(x) < 8:
         return 0.0
@@ -607,8 +600,7 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards in the wrong rows: identical responses in a step get equal rewards only after the rewards are moved
-    by some rows."""
+    """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
     at, reward, response = run.at, run.rows["reward"], run.rows["response"]
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
@@ -720,8 +712,7 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Name the rows or the quantity that the logged values, [E], are the mean of, where the mean of all rows is
-    `mean`, [E]; empty if unknown."""
+    """Name what the logged values, [E], average instead of all rows, whose mean is `mean`, [E]; empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -759,8 +750,7 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Find two passes whose ratio is 1 at every token, although the weights were updated in between or the dtypes
-    differ."""
+    """Find a ratio of 1 at every token, although the weights were updated in between or the dtypes differ."""
     execute = run.database.connection.execute
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
@@ -908,7 +898,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True at the end of a row, for tokens that only repeat the one before."""
+    """Return [N] bool: True for tokens at the end of a row that only repeat the one before."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -1033,8 +1023,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
 
 
 def _entropies(run: _Run) -> Iterator[DataFinding]:
-    """Find entropies in bits, or of a neighbouring position. Over tokens of one entropy, the mean of -logprob is that
-    entropy."""
+    """Find entropies in bits or shifted by a token. At a given entropy, -logprob averages to that entropy."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at

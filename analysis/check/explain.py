@@ -66,25 +66,20 @@ from .pair_data import MAX_EXCESS, PairData, allowed_noise, level, logit_error
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum number of tokens for explanations that need statistics: with fewer, the largest d alone is at least a third
-of the sum of squares.
-"""
+"""Minimum number of tokens for statistics: with fewer, the largest d alone is a third or more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, after the cost of its parameters. Chance reaches it in one run in
-100,000."""
+"""Minimum evidence for an explanation, nats, net of its parameters. Chance reaches it in one run in 100,000."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share of the mismatch competes only with others that predict values, not
-with places."""
+"""An explanation that leaves a smaller share of the mismatch competes only with others that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability of a kind for it to be listed before the part of the run that the mismatch is confined to."""
 MIN_LIKELY = 0.4
 """Minimum probability of a kind for it to be reported in addition to where the tokens are."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio between the mismatch at a place and elsewhere for the place to rule out explanations that cover all
-tokens."""
+"""Minimum ratio of the mismatch at a place to that elsewhere to rule out explanations that cover all tokens."""
 _MAX_PARTS = 3
 """Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
@@ -192,8 +187,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if the findings cover only part of the tokens and nearly all of those that are
-    off are at that place."""
+    """Add a place to the first finding if it covers only part of the tokens and nearly all that are off are there."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -231,8 +225,7 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Mark a finding as visible only after correcting for `behind`. Its command goes, because it would read the
-    uncorrected trace."""
+    """Mark a finding as seen only after correcting for `behind`; drop its command, which reads the original trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
@@ -257,7 +250,6 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Explain the values at each of the best places; each gain includes that of the place."""
     found = []
     parts = [
         each
@@ -295,8 +287,7 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or None if no gain is large enough. One with fewer parameters
-    needs only half the gain."""
+    """Return the explanation with the largest gain, if large enough. Fewer parameters make up for half of the gain."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -356,8 +347,7 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if what is left of the mismatch exceeds rounding, overall or at some tokens, or depends on something
-    that rounding does not."""
+    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on what rounding does not."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
@@ -397,7 +387,6 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
 
 
 def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
-    """Add to the cause its place and the number of sequences affected."""
     assert best.beside is not None
     rows = data.sample.seq[best.tokens & data.keep]
     numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
@@ -418,8 +407,7 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that best matches the tokens `off`, [K] bool; None if the two share less than half of their
-    tokens."""
+    """Return the place that best matches the tokens `off`, [K] bool, if they overlap by more than half."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None
@@ -437,7 +425,6 @@ def _likely(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Mark a finding as expected if a recorded setting explains both the finding and its size."""
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
@@ -448,7 +435,6 @@ def _expected(data: PairData, finding: Finding) -> Finding:
 
 
 def _gross(data: PairData) -> list[Finding]:
-    """Find tokens off by far more than any rounding; a few are enough."""
     if not data.num_kept or not nobodys(data).any():
         return []
     return [unexplained_tokens(data, nobodys(data), None)]

@@ -21,11 +21,9 @@ from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
 MIN_REPEATS = 20
-"""Minimum number of repeated tokens for judging whether a side is deterministic: the same token after the same prefix
-in the same step."""
+"""Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
-"""Lags, in tokens, at which the autocorrelation of the mismatch is measured: so short that a change inside a sequence
-rarely falls between the two tokens."""
+"""Lags, in tokens, of the autocorrelation: short, so that few pairs straddle a change inside a sequence."""
 
 
 @once
@@ -101,8 +99,7 @@ def _certainty(score: float) -> float:
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus the mean outside, in standard deviations of the values; 0 if either part has fewer
-    than 4."""
+    """Return the mean inside minus that outside, in standard deviations; 0 if either part has fewer than 4 values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -110,14 +107,14 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
 
 @once
 def _moved(data: PairData) -> np.ndarray:
-    """Return [K] the change of the logit that explains d, nats, clipped to its 1st and 99th percentiles."""
+    """Return the change of the logit that explains d, nats, clipped to its 1st and 99th percentiles, [K]."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
 
 def _fades(data: PairData, inside: np.ndarray) -> float:
-    """Return how much the mismatch fades along a sequence: the log ratio between its first and last third, averaged
-    over sequences, in standard errors. Only tokens inside, [K] bool, count.
+    """Return the log of the mismatch in the first third of sequences over that in the last third, in standard errors,
+    for the tokens inside, [K] bool.
 
     The effect of a different or cached prompt fades along the response; that of different weights does not.
     """
@@ -211,12 +208,11 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return how well d follows the change of pass a over the steps, in standard errors over sequences; 0 for fewer
-    than three steps.
+    """Return how well d follows the trend of pass a over the steps, in standard errors; 0 below three steps.
 
     For each token bigram, the mean of d is multiplied by the trend of its logprob in pass a over the steps. The
     product is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind
-    pass b. The dependence of d on the size of the logprob is removed first.
+    pass b. Standard errors are over sequences. The dependence of d on the size of the logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -421,7 +417,7 @@ class Model:
     """[C]"""
 
     def distances(self, measured: dict[str, float]) -> np.ndarray:
-        """Return [F] the standardised features, clipped to MAX_DISTANCE."""
+        """Return the standardised features, [F], clipped to MAX_DISTANCE."""
         values = np.array([measured[name] for name in self.features])
         return np.asarray(np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE))
 

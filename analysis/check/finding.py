@@ -1,5 +1,4 @@
-"""Findings of a check, the texts of each fault, and explanations of a mismatch, which are judged by the likelihood of
-the residuals that they leave."""
+"""Findings of a check, the texts of each fault, and explanations of a mismatch with the likelihood that judges them."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Finding:
     weight: float = 1.0
     """Share of the mismatch that the fault explains, 0 to 1; 1 for faults found by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes explain the finding without a fault. It is reported, but the comparison
-    stays valid."""
+    """True if the recorded engines and dtypes explain the finding: it is reported, but the comparison stays valid."""
     next: Advice = NOTHING
     """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
@@ -129,14 +127,11 @@ class Fault:
 FALSE_SHARE = 1e-3
 """Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution that models rounding errors. In healthy runs of small and large
-models, tails are no heavier."""
+"""Degrees of freedom of the Student t distribution of rounding errors: in healthy runs, tails are no heavier."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, put down to a different expert if the model is not known to be a mixture of experts;
-`spread` if that is larger."""
+"""Largest logit error, nats, attributed to another expert unless experts are known to exist; at least `spread`."""
 MIN_OFF_TOKENS = 5
-"""Minimum number of tokens that are off for all of them to be reported. With fewer, only those off by more than
-`max_flip` are."""
+"""With fewer tokens off than this, only those off by more than `max_flip` are reported."""
 LEAST_SHARE = 6.0
 """The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
 bit-identical, the measured noise is almost 0."""
@@ -279,8 +274,7 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
 
-    `cost`: of its parameters, nats. `is_right`: the residual is what d would be without the fault, so it can be judged
-    again.
+    `cost`: of its parameters, nats. `is_right`: the residual is what d would be without the fault, to be judged again.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -310,9 +304,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens, [K] bool, are off, but not by how much. Its gain comes from fitting
-    a separate level of mismatch there.
-    """
+    """Return an explanation that predicts which tokens, [K] bool, are off, but not by how much: it fits a level there."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

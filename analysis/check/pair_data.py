@@ -23,8 +23,7 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 MIN_REST = 0.02
-"""Minimum 1 - p for a token of probability p to be informative: below it, changes in the logits barely show up in the
-logprob."""
+"""Minimum 1 - p of an informative token: below it, changes in the logits barely show up in the logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
@@ -111,8 +110,7 @@ class PairData:
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] optimizer updates by which the weights of pass b lag behind those of pass a, from the recorded policy
-        versions; 0 if unknown."""
+        """[S] optimizer updates by which pass b lags behind pass a, from the policy versions; 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
@@ -126,8 +124,7 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, where p is the larger of the two probabilities: how much the token's logprob changes per change
-        in its logit (arXiv 2512.23087)."""
+        """[K] 1 - p for the larger p of the two: change of the logprob per change of the logit (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
@@ -154,8 +151,7 @@ class PairData:
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean level of the token id: what depends on where the token is, not on which
-        token it is."""
+        """[K] `level` minus the shrunken mean of the token id: what depends on where a token is, not on which."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -183,8 +179,7 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of the kept sequences in pass `a` or `b`, the first in a tie; empty if
-        none is recorded."""
+        """Return the most frequent contract of the kept sequences in pass `a` or `b`; empty if none is recorded."""
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
@@ -394,14 +389,13 @@ def logit_error(data: PairData) -> np.ndarray:
 
 @once
 def levels(data: PairData) -> np.ndarray:
-    """Return [K] log(logit error + a quarter of its median)."""
+    """Return log(logit error + a quarter of its median), [K]."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def level(data: PairData) -> float:
-    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), clipped above the 99th
-    percentile."""
+    """Return sqrt(sum d^2 / sum (1 - p)^2), nats: the rms change of the logits that explains d, clipped at 99%."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     if not len(noise):
@@ -411,8 +405,7 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the dtype that logits were rounded to, from differences of logprobs in one context; None if there are too
-    few.
+    """Return the dtype of the logits from differences of logprobs in one context; None if there are too few.
 
     In one context, the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are
     multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the

@@ -33,11 +33,10 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
 UNSAMPLED_NATS = -3.0
-"""A token counts as unlikely if its logprob + entropy is below this, nats. In a flat-tailed model, 5% of sampled
-tokens are."""
+"""A token is unlikely if logprob + entropy is below this, nats. In a flat-tailed model, 5% of the samples are."""
 MIN_UNSAMPLED_RUN = 4
-"""This many unlikely tokens in a row were probably not sampled: in healthy runs, fewer than 2% of the sequences
-contain as many."""
+"""This many unlikely tokens in a row were probably not sampled; in healthy runs, under 2% of the sequences have them.
+"""
 _SUMS = (*COUNTS, *OF_DIFFERENCES)
 
 
@@ -236,7 +235,7 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return [N] the length of each token's run of equal flags within its sequence."""
+    """Return the length of each token's run of equal flags within its sequence, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 

@@ -21,8 +21,7 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio between the mean mismatch of the two parts. In healthy runs, lengths, prompts and positions differ by
-less than a factor of 2."""
+"""Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
 """Minimum evidence for a description, nats. Among as many descriptions as are tried, chance reaches 10."""
 MIN_PART_UNITS = 4
@@ -138,8 +137,7 @@ def places(data: PairData) -> list[Where]:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. `values` and `level` belong to the sequences `rows`, or to the kept tokens
-    if None."""
+    """Return the best split by a feature. `values` and `level` are per sequence in `rows`, or per kept token if None."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -305,7 +303,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return [S] the index of each sequence in its step, ordered by the number in its id."""
+    """Return the index of each sequence in its step, [S], ordered by the number in its id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):
@@ -329,7 +327,7 @@ def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
 
 
 def seen_before(sample: Sample) -> np.ndarray:
-    """Return [S] 1 where the prompt also occurred at an earlier step, else 0; NaN if unknown."""
+    """Return 1 where the prompt also occurred at an earlier step, else 0; NaN if unknown, [S]."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
     for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
@@ -339,13 +337,12 @@ def seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return number of rows per batch, or `step` for all rows of a step -> batch of each sequence, [S]. `order`: [S]
-    index of each sequence in its step."""
+    """Return the batch of each sequence, [S], by number of rows per batch; `step` for whole steps."""
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return [S] the largest value in the batch of each sequence."""
+    """Return the largest value in the batch of each sequence, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
@@ -353,7 +350,7 @@ def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
-    """Return [S] the index of each sequence in its group, in recorded order; NaN without groups."""
+    """Return the index of each sequence in its group, [S], in recorded order; NaN without groups."""
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
     names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
@@ -364,7 +361,7 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
-    """Return [N] the number of earlier rows with the same label."""
+    """Return the number of earlier rows with the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])

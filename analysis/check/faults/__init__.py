@@ -35,8 +35,7 @@ FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
 """Code of a fault-free verdict -> name."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Code of a cause of differing weights -> name. If the recording shows the cause, a `weights_differ` finding has its
-code in `numbers["cause"]`."""
+"""Code of a cause of differing weights, in `numbers["cause"]` if the recording shows it -> name."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}

@@ -1,5 +1,4 @@
-"""Mismatches that no explanation predicts token by token, described by their kind or by where they are, and the
-verdicts without a fault."""
+"""Mismatches that no explanation predicts token by token, by kind or by place, and the verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ from .weights import WEIGHTS, measured
 MIN_SECOND = 0.2
 """Minimum probability of the second most probable kind for it to be reported, too."""
 MAX_ROUNDING = 0.1
-"""Maximum probability of being rounding for a mismatch no larger than rounding to be a fault. With each author left
-out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it. Of 495 runs
-by an author whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a
-time."""
+"""A mismatch no larger than rounding is a fault only if its probability of being rounding is below this. With each
+author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it.
+Of 495 runs by an author whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is
+left out at a time."""
 CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, to report which side's weights are behind."""
 TAIL_RATIO = 10.0
@@ -122,7 +121,7 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by each place that only says where it is; its kind is then implied or fitted."""
+    """Explain the mismatch by each place that only describes a context; its kind is implied by the place or fitted."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -133,8 +132,7 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, confined to `place` if given, and the next one if it is probable
-    enough."""
+    """Return the most probable kind of the mismatch, confined to `place` if given, and perhaps the next one."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -150,8 +148,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the first step has tokens at the place and elsewhere, and the mismatch is not yet larger at the
-    place.
+    """Return True if the mismatch at the first step is not yet larger at the place than elsewhere.
 
     Stale weights begin like this; a different context has its effect in the first step already.
     """
@@ -172,10 +169,9 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding that a place implies if the place consists of the `tokens`, [N] bool, else None.
+    """Return the finding that a place implies if the place consists of `tokens`, [N] bool, else None.
 
-    Unless the values are unrelated, only padding and packing imply a cause: other replicas may serve some of the
-    prompts.
+    If the values are related, only padding and packing imply one, because prompts may be served by other replicas.
     """
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
@@ -192,7 +188,6 @@ def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> F
 
 
 def _splits_steps(data: PairData, place: Where) -> bool:
-    """Return True if the place has only some rows of most of its steps."""
     steps = data.sample.steps[data.seq]
     return bool(np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() > 0.5)
 
@@ -264,7 +259,7 @@ def equal_weights(data: PairData) -> Finding:
 def is_fault(data: PairData) -> bool:
     """Return True if the mismatch depends on things that rounding does not depend on.
 
-    The model is fitted to whole runs, so part of a run is never a fault.
+    The model is fitted to whole runs, so part of a run is never judged.
     """
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum()
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
@@ -412,7 +407,6 @@ def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _is_id_range(place: Where) -> bool:
-    """Return True if the place is all token ids from some id on, or below one."""
     return place.feature in ("token_id", "token_before") and place.kind != "one_of"
 
 

@@ -1,5 +1,5 @@
-"""Find values at the wrong tokens. A placement maps each token to the one that holds its value, and is judged by the
-mismatch that remains.
+"""Values at the wrong tokens. A placement maps each token to the one that holds its value; what mismatch it leaves
+shows whether it is right.
 
 Shapes: S sequences (rows), R of them, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive tokens.
 """
@@ -24,16 +24,13 @@ CAP_NATS = 3.0
 MIN_OFF_NATS = 0.05
 """Minimum mean |d| of a row, nats, for it to be compared with other rows or positions."""
 MIN_SHIFTED = 0.6
-"""Minimum share of the mismatched rows that a shift must realign. Rows shifted by most of their length cannot be
-realigned."""
+"""Minimum share of the mismatched rows that a shift must realign; a row shifted by most of its length cannot be."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of a difference that may remain after a row is shifted or reversed. A wrong shift leaves more than
-half."""
+"""Maximum share of a difference that a shift or reversal may leave. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens. If positive, the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row: about that of two unrelated tokens, so that noise alone causes
-none."""
+"""Cost of each change of the lag within a row, nats: as for two unrelated tokens, so that noise causes none."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
 """Maximum share of a difference that may remain after a row is paired with another. A chance match leaves a third."""
@@ -184,7 +181,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return [R] the shift of pass b, in tokens, that brings each row closest to pass a: one of LAGS, or one at which
+    """Return the shift of pass b, in tokens, that brings each row closest to pass a, [R]: one of LAGS, or one at which
     WIDTH consecutive values from the middle of the row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
@@ -208,8 +205,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Name what equals the size of the shifts: `padding` or `place`, and the rows per block, or `step` for all rows of
-    a step; empty if nothing does."""
+    """Name what the sizes of the shifts equal: `padding` or `place`, and the rows per block or `step`; else empty."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -222,7 +218,6 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """The tokens at a place have the value of the token before or after them."""
     found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
     beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
     for place in tried:
@@ -258,15 +253,13 @@ def _reversed(data: PairData) -> Hypothesis | None:
 
 
 def _rows_paired(data: PairData) -> Hypothesis | None:
-    """Rows have the values of other rows of the same or a neighbouring step."""
     a, b = (_at(values, _index(data)) for values in (data.a, data.b))
     own, steps = row_means(_cost(data, _index(data))), data.sample.steps
     rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return [S] the other row whose pass b, transformed by `mixed`, matches the pass a of each row; -1 if none
-        does."""
+        """Return the row whose pass b, after `mixed`, matches pass a of each row, [S]; -1 if none does."""
         partner = np.full(len(own), -1)
         for step, rows in enumerate(rows_of):
             candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
@@ -300,8 +293,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
-    """Rows are shifted from some position on, which differs by row: the text was retokenised, or turns were joined
-    wrongly."""
+    """Rows are shifted after a position that differs by row: retokenised text, or turns joined wrongly."""
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
     suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
@@ -335,11 +327,10 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R, T] the lag of pass b at each token that minimises the cost of the row, and [R] the nats saved over no
-    lag.
+    """Return the lag of pass b that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
 
-    A change of the lag, or a lag other than 0 at the start, costs LAG_SWITCH_NATS; a token without a partner costs
-    CAP_NATS / 2.
+    A change of the lag, or a lag other than 0 at the start, costs LAG_SWITCH_NATS; a token without a partner, CAP_NATS
+    / 2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -389,7 +380,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return [K] the token whose value in pass a matches that in pass b, -1 if none does; None if too few match."""
+    """Return the token whose value in pass a matches that in pass b, [K], or -1; None if too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -452,7 +443,7 @@ def find_broken(data: PairData) -> list[Hypothesis]:
 
 @once
 def _index(data: PairData) -> np.ndarray:
-    """Return [S, T] the index of the kept token at each position; -1 where no token is kept."""
+    """Return the index of the kept token at each position, [S, T]; -1 where no token is kept."""
     index = np.full((data.sample.num_sequences, int(data.sample.lengths.max(initial=0))), -1)
     index[data.seq, data.position] = np.arange(data.num_kept)
     return index
@@ -464,7 +455,7 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return [R, T] index[t + lag], for one lag or one per row or token; -1 outside the row."""
+    """Return index[t + lag], [R, T], for one lag or one per row or token; -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 
@@ -475,6 +466,6 @@ def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.nd
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return [R] the mean of the finite costs in each row; NaN without any."""
+    """Return the mean of the finite costs in each row, [R]; NaN without any."""
     count = np.isfinite(costs).sum(axis=1)
     return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)

@@ -1,5 +1,4 @@
-"""Values that no forward pass computed for the sampled token: missing values, constants, copies, and tokens that were
-never sampled."""
+"""Values that no forward pass computed for the sampled token: missing, constant or copied, or tokens never sampled."""
 
 from __future__ import annotations
 
@@ -16,18 +15,15 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. Fewer only mean that a few sequences were cut off; `stats` counts
-them."""
+"""Minimum share of NULL logprobs for a finding. Fewer mean that a few sequences were cut off, which `stats` counts."""
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of different token ids, for a value to be tested: a placeholder does not depend on the
-token."""
+"""Minimum number of tokens, and of token ids, for a value to be tested: a placeholder occurs at any token."""
 _SHARED_FACTOR = 10
-"""A value in both passes is a placeholder if at least this many times as many contexts share it as share nearby
-values."""
+"""Minimum ratio of contexts that share a placeholder in both passes to contexts that share a nearby value."""
 _REPEATED_FACTOR = 3
-"""A value in one pass is a placeholder if it occurs in at least this many times as many contexts as nearby values."""
+"""The same for a placeholder in one pass only."""
 _WINDOW_NATS = 0.05
 """How far from a constant, in nats, values count as nearby: these show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
@@ -66,7 +62,6 @@ _REASONS = {
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Say where logprobs are missing."""
     places = {
         "scattered": "scattered over {num_sequences:,} sequences",
         "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
@@ -114,8 +109,7 @@ EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """NULL, NaN and infinite logprobs. At the end of a sequence they show that it was cut off, elsewhere that values
-    were lost.
+    """NULL, NaN and infinite logprobs: at the end of a sequence a sign of truncation, elsewhere of lost values.
 
     A NULL counts only if the other pass has a value. NaN and infinity always count, because the logprob of a sampled
     token is finite, and are also counted at steps that are not inspected.
@@ -350,8 +344,7 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
 
 
 def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    """Return how often each value within `width` nats of `value` occurs at `tokens`, [N] bool: the 0.9 quantile, at
-    least 1."""
+    """Return the 0.9 quantile, at least 1, of how often values within `width` nats of `value` occur at `tokens`."""
     _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
@@ -377,7 +370,7 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
 
 
 def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return [S] the standard deviation of `values`, [K], in each sequence; NaN for fewer than three."""
+    """Return the standard deviation of `values`, [K], in each sequence, [S]; NaN for fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
@@ -425,7 +418,6 @@ def find_equal(data: PairData) -> list[Finding]:
 
 
 def _copied_since(data: PairData) -> list[Finding]:
-    """The passes are bitwise equal from some step on, without a change of contract."""
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
     equal = np.array([not data.d[steps == step].any() for step in known])
@@ -454,8 +446,7 @@ def _copied_since(data: PairData) -> list[Finding]:
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """Return the contract settings that differ and rule out equal bits, as `engine_a`, `engine_b`, `dtype_a`,
-    `dtype_b`."""
+    """Return the settings that rule out equal bits, if they differ: `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
     sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
     # With the same dtype, the engine `exact` gives the same bits as another engine.

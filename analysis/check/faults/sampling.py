@@ -1,5 +1,4 @@
-"""Logits that one side changes before it normalises them: a temperature, a filter that leaves out tokens, a penalty or
-a bias.
+"""Logits that one side changes before it normalises them: a temperature, a token filter, a penalty or a bias.
 
 In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The
 functions below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or
@@ -176,7 +175,6 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
 
 
 def _by_setting(data: PairData) -> list[Hypothesis]:
-    """Only one side applies the temperatures recorded for its rows: the factor on the logits follows them."""
     settings = data.sample.settings["temperature"][data.seq]
     residual, logs = data.d.copy(), []
     known = np.unique(settings[np.isfinite(settings) & (settings > 0)])
@@ -205,7 +203,6 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scales(data: PairData) -> list[ScaleFit]:
-    """Fit the scale, and keep fits that are significantly far from 1 and explain enough of d."""
     fits = []
     for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
         if (recorded := getattr(data.sample, side).entropy) is not None:
@@ -264,8 +261,7 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error, and its log (NaN if differences are not proportional); None if there are
-    too few.
+    """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if too few tokens.
 
     Differences between tokens of one context are used, in which the normaliser cancels.
     """
@@ -311,7 +307,6 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
 
 
 def _temperatures(data: PairData) -> dict[str, float | str]:
-    """Return the recorded temperatures, as `recorded_a`, `recorded_b` and `recorded_sampling`, and `logprobs_mode`."""
     settings = data.sample.settings["temperature"]
     named = {
         "recorded_a": declared(data.contract("a"), "temperature"),
@@ -324,7 +319,6 @@ def _temperatures(data: PairData) -> dict[str, float | str]:
 
 
 def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Advice:
-    """Replay at the temperature or, without weights, query the scale of the log-odds per step."""
     if data.has_weights:
         return commands.replay(data, f"--temperature {temperature:.3g}", "temperature")
     if has_contexts:

@@ -1,5 +1,4 @@
-"""Values that are not the logprobs of the sampled tokens: in another unit or a lower precision, another quantity, or
-those of other tokens.
+"""Values that are not the logprobs of the sampled tokens: in another unit or precision, or of something else.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -55,8 +54,8 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share that conversion may leave, for a known unit and for a fitted function: of the typical |d|, and of the
-variation of d and of the logprobs."""
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion may leave: for a
+known unit, and for a fitted function."""
 
 MIN_MONOTONE = 0.98
 """Minimum rank correlation for a function that is not a known unit."""
@@ -315,7 +314,7 @@ def _typical(d: np.ndarray) -> float:
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the recorded values must explain if their computation is unknown: a
+"""Minimum share of the mismatch that rounding of the values must explain if it is unknown how they were computed: a
 pass computed entirely in 16 bits naturally has 16-bit logprobs."""
 
 
@@ -396,8 +395,7 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` could be the logprobs of the most probable tokens, and `others` those of the sampled
-    ones.
+    """Return True if `values` could be those of the most probable tokens, and `others` of the sampled ones.
 
     `values` are then never below `others`, and equal where the most probable token was sampled. Elsewhere the two
     probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, by contrast, are slightly
@@ -451,9 +449,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation between the passes within token ids; None if too few ids repeat, or if their values vary
-    no more than rounding.
-    """
+    """Return the rank correlation of the passes within token ids; None if too few ids repeat or vary beyond rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:

@@ -15,18 +15,16 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum ratio between the mismatch in the selected steps and at the first step for weights to have been left behind.
-"""
+"""Minimum growth of the mismatch since the run's first step for weights to have been left behind."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between the mismatch of a sequence and its advantage, in standard errors and absolute, for the
-scoring to have followed the update."""
+"""Minimum correlation of a sequence's mismatch and advantage, in standard errors and absolute, to report that the
+scoring followed the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 """Contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
 def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Say what the engine holds instead of the trainer's tensor."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
         text = f"the engine's {tensor} is the trainer's tensor without its adapter, at version {numbers['trainer_version']}"
@@ -80,7 +78,6 @@ WEIGHTS = Fault(
 
 
 def find_declared(data: PairData) -> list[Finding]:
-    """The weights differ according to the recorded policy versions or contracts."""
     return _versions(data) + _quantisation(data)
 
 
@@ -125,7 +122,6 @@ def declared_precision(contract: Contract) -> tuple[str, ...]:
 
 
 def find_adapter(data: PairData) -> list[Finding]:
-    """Only one side has an adapter, according to the contracts."""
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
     if len(adapters) != 1:
         return []
