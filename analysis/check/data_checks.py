@@ -198,7 +198,8 @@ class _Run:
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return where good steps turn bad or, for a temporary fault, its first step; None if that is the first step."""
+        """Return the step at which good steps turn bad; for a temporary fault, its first; None for the run's first
+        step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -333,11 +334,10 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 def _unequal(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find equal rewards of a group with different advantages, equal rewards throughout a group with advantages other
-    than 0, and groups that lost rows after their baseline was computed.
+    """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
+    longer sum to 0 because rows were removed.
 
-    `group`: [N] group numbers, different at every step. Returns the code, the affected rows, [N] bool, and the
-    numbers.
+    `group`: [N] numbers, different at every step. Returns the code, the affected rows, [N] bool, and the numbers.
     """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
@@ -666,7 +666,7 @@ class _Logged:
 
     name: str
     later: int
-    """How many steps after the rows' own step the value is read."""
+    """Offset of the logged value from the rows' own step, in steps."""
     ends: np.ndarray
     """[E] indices of the steps with a logged value."""
     value: np.ndarray

@@ -28,7 +28,7 @@ from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2
-"""Minimum probability of the second most probable kind for it to be reported, too."""
+"""Minimum probability for the second most probable kind to be reported as well."""
 MAX_ROUNDING = 0.1
 """A mismatch no larger than rounding is a fault only if its probability of being rounding is below this. With each
 author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it.
@@ -411,7 +411,7 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which on `rows` are all sequences, if they include none before; else None."""
+    """Return the step from which `rows` holds every sequence and before which it holds none, or None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

@@ -1,5 +1,5 @@
-"""Values at the wrong tokens. A placement maps each token to the one that holds its value; what mismatch it leaves
-shows whether it is right.
+"""Values at the wrong tokens. A placement maps each token to the one that holds its value, and is judged by the
+mismatch it leaves.
 
 Shapes: S sequences (rows), R of them, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive tokens.
 """
@@ -30,7 +30,7 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens. If positive, the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost of each change of the lag within a row, nats: as for two unrelated tokens, so that noise causes none."""
+"""Cost, nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
 """Maximum share of a difference that may remain after a row is paired with another. A chance match leaves a third."""
@@ -329,8 +329,8 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the lag of pass b that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
 
-    A change of the lag, or a lag other than 0 at the start, costs LAG_SWITCH_NATS; a token without a partner, CAP_NATS
-    / 2.
+    Starting at a lag other than 0, or changing it, costs LAG_SWITCH_NATS; a token without a partner costs CAP_NATS /
+    2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])

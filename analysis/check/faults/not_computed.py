@@ -378,7 +378,7 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """All compared tokens are bitwise equal, or all of some sequences are although the dtypes differ.
+    """All compared tokens are bitwise equal, or those of whole sequences are despite different dtypes.
 
     With the same dtype, both passes can compute the same bits for some sequences, such as those without padding.
     """

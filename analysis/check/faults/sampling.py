@@ -402,8 +402,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
-    """Explain d by label smoothing: one side's logprobs are mixed with the mean over the vocabulary, logprob' = (1 -
-    s) logprob + s mean. It lowers likely tokens most; lost mass lowers them least."""
+    """Explain d by label smoothing, logprob' = (1 - s) logprob + s mean, the mean being over the vocabulary. It lowers
+    likely tokens most; lost mass lowers them least."""
     values, others = getattr(data, lowered), getattr(data, raised)
     slope, mean = np.polyfit(others, values - others, 1)
     finding = SMOOTHED.finding(
