@@ -1,6 +1,5 @@
-"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and finally
-by where the rest is and what it depends on. Each token is assigned to rounding, to a cause, or to neither.
-"""
+"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and
+finally by where the rest is and what it depends on. Each token goes to rounding, to a cause, or to neither."""
 
 from __future__ import annotations
 
@@ -361,7 +360,7 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place that it is confined to. A place that is part of the run is a finding of its own."""
+    """Return the cause and the place that it is confined to. Part of the run, as a place, is a finding of its own."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)

@@ -290,9 +290,8 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign half of
-    the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
-    """
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign
+    half the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats."""
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
@@ -304,7 +303,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens, [K] bool, are off, but not by how much: it fits a level there."""
+    """Return an explanation that predicts which tokens, [K] bool, are off, not by how much: it fits a level there."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -260,7 +260,7 @@ class Precision:
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype, declared or inferred; None if unknown. Logits in float32 alone do not determine it, because the
+        """Coarsest dtype, declared or inferred; None if unknown. float32 logits alone do not determine it, because the
         layers before the head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
@@ -349,9 +349,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation and, if
-    most tokens are probable, their mean, added in quadrature.
-    """
+    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation,
+    and if most tokens are probable their mean, added in quadrature."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD

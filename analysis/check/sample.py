@@ -1,4 +1,4 @@
-"""The data that a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
+"""What a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
 
 Shapes: N sampled tokens in S sequences, concatenated.
 """

@@ -137,7 +137,7 @@ def places(data: PairData) -> list[Where]:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. `values` and `level` are per sequence in `rows`, or per kept token if None."""
+    """Return the best split by a feature. `values` and `level` are per sequence of `rows`, or per token if None."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -278,7 +278,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between successive tokens that are off in a row if it is nearly always the same, else None."""
+    """Return the distance between successive tokens that are off in a row, if it is nearly always the same."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
@@ -313,7 +313,7 @@ def recorded_order(sample: Sample) -> np.ndarray:
 
 
 def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
-    """Return [K] bool: True where the token occurs earlier in its response, or in its prompt unless `prompt` is False."""
+    """Return [K] bool: True where the token occurs earlier in its response or, if `prompt`, in its prompt."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     if prompt:

@@ -132,7 +132,7 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Hypothesise that pass b (pass a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
+    """Hypothesise that pass b (a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)

@@ -350,7 +350,7 @@ def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: floa
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """One pass has the same value, such as a mean or a sum, at all tokens of a sequence, while the other pass varies."""
+    """One pass has one value, such as a mean or a sum, at all tokens of a sequence; the other pass varies."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
         spread = _spreads(data, values)
         asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)

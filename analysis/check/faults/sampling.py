@@ -228,7 +228,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square. `weight` is d / off."""
+    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square; `weight` is
+    d / off."""
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))

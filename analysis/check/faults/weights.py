@@ -1,4 +1,4 @@
-"""Weights that differ between trainer and engine, according to the recording or to a mismatch that grows with the updates."""
+"""Weights that differ between trainer and engine, according to the recording or a mismatch that grows with updates."""
 
 from __future__ import annotations
 
