@@ -1,1 +1,1 @@
-"""Check whether two passes may be compared, and name the fault if not."""
+"""Check whether two passes can be compared, and name the fault if they cannot."""

@@ -1,4 +1,4 @@
-"""Check whether two passes may be compared, and name the fault if not."""
+"""Check whether two passes can be compared, and name the fault if they cannot."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from .pair_data import PairData
 from .sample import Sample, read_pair_sums, read_sample
 
 FEW_TOKENS = 500
-"""Number of tokens below which only gross faults can be detected."""
+"""Below this many tokens, only gross faults can be detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOwner:
-    """How many of the individually inspected tokens one finding explains."""
+    """How many of the inspected tokens one finding explains."""
 
     owner: str
-    """Code of a finding; `rounding` for tokens that differ by no more than rounding; `nobody` for tokens that differ by
-    more and that no known cause explains."""
+    """Code of a finding, `rounding` for tokens that rounding explains, or `nobody` for tokens that nothing explains."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult(Result):
-    """Result of checking whether two passes may be compared."""
+    """Whether two passes can be compared, and the faults found."""
 
     _text = "tim_trace.analysis.check.text:checked_text"
 
@@ -52,22 +51,19 @@ class CheckResult(Result):
     steps: str = ALL_STEPS
     """The `steps` option as given."""
     num_tokens: int
-    """Number of tokens that count in the loss and have a finite logprob in both passes."""
+    """Tokens that count in the loss and have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Number of compared tokens inspected individually; all other tokens are included only in sums."""
+    """Compared tokens that were inspected one by one; the others enter only into sums."""
     rms_d: float
     """Root mean square of d over the compared tokens, nats."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """Owner of every token inspected individually: the first finding that covers it, in the order of `findings`, then
-    rounding, then nobody."""
+    """What explains each inspected token: the first finding that covers it, else rounding, else nobody."""
     data: tuple[DataFinding, ...] = ()
-    """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, which may be valid
-    although the training run is faulty.
-    """
+    """Faults in rewards, advantages, groups and logged metrics; the comparison does not depend on them."""
     notes: tuple[str, ...] = ()
-    """Codes of tests that the trace does not support, and of remarks on its data: keys in text.NOTES."""
+    """Tests that the trace does not support, and remarks on its data: keys of text.NOTES."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts; empty if there was only one."""
 
@@ -78,7 +74,7 @@ class CheckResult(Result):
 
     @property
     def broken(self) -> Broken | None:
-        """What must be fixed according to the most probable fault; None if the comparison is valid."""
+        """What to fix, according to the most probable fault; None if the comparison is valid."""
         return next((finding.broken for finding in self.findings if finding.fails), None)
 
 
@@ -88,10 +84,10 @@ def check(
 ) -> CheckResult:  # fmt: skip
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
-    Each fault of FAULTS found is reported with its evidence, effect in nats, share of affected tokens, and a command to
-    confirm it. The check uses sums over the whole run and the individual tokens of a sample of steps. `steps` (3:80,
-    -10:, 2:200:2) restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or
-    `local` to start one) whose actors compute the sums.
+    Each fault comes with evidence, effect in nats, share of affected tokens, and a command that confirms it. The check
+    uses sums over the whole run and inspects the tokens of a sample of steps one by one. `steps` (3:80, -10:, 2:200:2)
+    restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start
+    one) whose actors compute the sums.
 
     Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if
     part of the trace is missing or unreadable, unless `partial` is set.
@@ -105,7 +101,7 @@ def check(
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read the data that the detectors need. On a cluster, actors read the tokens.
+    """Read everything the detectors need. On a cluster, actors read the tokens.
 
     Raises NothingToCompare if the passes share no token.
     """
@@ -149,9 +145,9 @@ def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
 
 
 def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> CheckResult:
-    """Run every detector and return the findings.
+    """Run every detector.
 
-    Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
+    Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains why.
     """
     sums = data.sums
     findings = explain(data)
@@ -166,8 +162,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Return the owners of all compared tokens of the sample. Findings after `unexplained` are guesses and own no
-    tokens."""
+    """Count who owns each compared token of the sample. Findings after `unexplained` are guesses and own none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

@@ -1,4 +1,4 @@
-"""Shell commands that confirm a finding."""
+"""Shell commands that confirm a finding. Those that need weights supply them first if the trace has none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from .pair_data import PairData
 
 
 def sql(data: PairData, query: str) -> Advice:
-    """Return a `tim-trace sql` command. In the query, `{pair}` and `{sequences}` are replaced by tables that join both
-    passes."""
+    """Return a `tim-trace sql` command; `{pair}` and `{sequences}` in the query become tables that join both passes."""
     a, b = data.sample.a.name, data.sample.b.name
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
@@ -21,13 +20,13 @@ def sql(data: PairData, query: str) -> Advice:
 
 
 def sql_of(trace: str, query: str) -> Advice:
-    """Return a `tim-trace sql` command for a trace, with the query quoted for a shell."""
+    """Return a `tim-trace sql` command with the query quoted for the shell."""
     text = re.sub(r'(["$`\\])', r"\\\1", query)
     return Advice(f'tim-trace sql {shlex.quote(trace)} "{text}"')
 
 
 def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:
-    """Return a `tim-trace sql` command that lists tokens under a condition with their values in both passes."""
+    """List the tokens that meet a condition, with their values in both passes."""
     where = where.replace("{", "{{").replace("}", "}}")
     return sql(
         data,
@@ -37,43 +36,37 @@ def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, posi
 
 
 def far_tokens(data: PairData) -> Advice:
-    """Return a `tim-trace sql` command that lists the tokens with the largest |d|."""
     return tokens(data, order="abs(d) DESC LIMIT 40")
 
 
 def row(data: PairData, number: int) -> Advice:
-    """Return a `tim-trace sql` command that lists the tokens of one sampled sequence."""
+    """List the tokens of one sampled sequence, given its index."""
     name = data.sample.seq_ids[number].replace("'", "''")
     return tokens(data, f"step = {int(data.sample.steps[number])} AND seq_id = '{name}'", "position")
 
 
 def query(data: PairData, name: str) -> Advice:
-    """Return a `tim-trace query` command for both passes."""
     return Advice(f"tim-trace query {name} {_trace(data)}{_pair(data)}")
 
 
 def stats(data: PairData, by: str) -> Advice:
-    """Return a `tim-trace stats` command for both passes."""
     return Advice(f"tim-trace stats {_trace(data)}{_pair(data)}{_steps(data)} --by {by}")
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """Return commands that replay one step and compare the replay with pass b, and the command that supplies weights if the
-    trace has none."""
+    """Replay one step and compare the replay with pass b."""
     step = int(data.sample.steps[0]) if step is None else step
     options = f"{options} --name {name}".strip()
     return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Return commands that replay one step with vLLM, which scores without a grammar, and check `other` against the replay,
-    and the command that supplies weights if the trace has none."""
+    """Replay one step with vLLM, which scores without a grammar, and check `other` against the replay."""
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
 def arms(data: PairData, options: str) -> Advice:
-    """Return commands that replay one step under several arms and then diagnose the run, and the command that supplies
-    weights if the trace has none."""
+    """Replay one step under several arms, then diagnose the run."""
     return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
 
 
@@ -90,11 +83,11 @@ _COLUMNS = {
     "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
     "total_length": "num_prompt_tokens + num_response_tokens",
 }  # fmt: skip
-"""Feature -> the column in `sequences`, or the expression, that shows it."""
+"""Feature -> the column of `sequences`, or the SQL expression, that shows it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
-    """Return a `tim-trace sql` command for the mismatch grouped by a column of `sequences`, or of `scores` for one pass."""
+    """Group the mismatch by a column of `sequences`, or of one pass in `scores`."""
     table, name, passed = "sequences", column, ""
     if column.startswith(("writer_", "contract_", "version_")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
@@ -110,50 +103,43 @@ def by_column(data: PairData, column: str) -> Advice:
 
 
 def weights_replay(data: PairData) -> Advice:
-    """Return commands that replay with the weights from one update earlier and with quantised weights, and then
-    diagnose the run.
-    """
+    """Replay with the weights from one update earlier and with quantised weights, then diagnose the run."""
     known = data.sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
 
 
 def weights(data: PairData) -> Advice:
-    """Return a `tim-trace weights` command with one row per module, and the command that supplies weights if the trace has
-    none."""
     if not data.has_weights:
         return Advice(supply(data), "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
 def engine_weights(data: PairData) -> Advice:
-    """Return a `tim-trace weights` command that compares the engine's tensors with the trainer's."""
     return Advice(f"tim-trace weights {_trace(data)} --engine")
 
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
-    """Return a `tim-trace triangulate` command for one step, which splits the mismatch between trainer and engine.
+    """Split the mismatch at one step between trainer and engine.
 
-    `dtype` is the dtype that pass a was computed in; the replay uses a different one.
+    `dtype` is the dtype of pass a; the replay uses a different one.
     """
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
 def locate(data: PairData, against: str) -> Advice:
-    """Return a `tim-trace locate` command that compares one step as recorded with a replay under the options
-    `against`."""
+    """Compare one step as recorded with a replay under the options `against`."""
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Command that records a run together with the weights that a replay needs."""
+"""Records a run together with the weights that a replay needs."""
 
 
 def supply(data: PairData) -> str:
-    """Return the command that supplies weights: attaching them to an imported trace, or recording a new run with
-    them."""
+    """Return the command that attaches weights to an imported trace, or records a new run with them."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
 
 

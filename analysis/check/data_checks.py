@@ -1,7 +1,7 @@
-"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. Two passes may
-be comparable even though these faults make the training wrong.
+"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. Faults here can ruin the
+training even if the two passes are comparable.
 
-Shapes: N rows, i.e. sequences, of the run or of one step; S steps.
+Shapes: N rows (sequences) of the run or of one step; S steps.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KINDS = {
     "rows_alone": ("rows have a group of their own", "{num:,} rows are alone in their group although other rows of the step have the same prompt: their baseline is their own reward"),
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
-    "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have another advantage than the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
+    "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g}, not 0: the difference from the mean is rounding, divided by a tiny deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
     "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
-    "advantages_mixed": ("some advantages follow another rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
+    "advantages_mixed": ("some advantages follow a different rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
@@ -54,16 +54,16 @@ KINDS = {
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
-    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with another limit"),
+    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count in the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
-    "rewards_weighted": ("reward functions have other weights than recorded", "the reward is {explanation}, with other weights than recorded, or with unequal ones where none are recorded"),
-    "metric_late": ("a logged metric belongs to another step", "{name} equals the mean of the rows {late} one step, at all {num:,} logged steps, and not at its own: values are logged with a wrong step"),
+    "rewards_weighted": ("reward functions have different weights than recorded", "the reward is {explanation}, with different weights than recorded, or with unequal ones where none are recorded"),
+    "metric_late": ("a logged metric belongs to another step", "{name} equals the mean of the rows {late} one step, at all {num:,} logged steps, and not at its own: values are logged under the wrong step"),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
-    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy is that of the {which} position"),
+    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy belongs to the {which} position"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
@@ -75,16 +75,16 @@ Numbers = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFinding:
-    """A fault, or a notable property, of a run's data."""
+    """A fault in a run's data, or a property worth noting."""
 
     code: str
     """A key of KINDS."""
     share: float
-    """Share of the rows, pairs or steps concerned that is affected, 0 to 1."""
+    """Affected share of the rows, pairs or steps judged, 0 to 1."""
     since: int | None
-    """First affected step; None if it is the first step."""
+    """First affected step; None if that is the first step."""
     is_notice: bool
-    """True if this property may be intended in a healthy run."""
+    """True if a healthy run may have this property on purpose."""
     numbers: Numbers = field(default_factory=dict)
     next: Advice
     """SQL command that shows the finding."""
@@ -95,13 +95,12 @@ class DataFinding:
 
 
 def data_text(finding: DataFinding) -> str:
-    """Return a finding as a sentence."""
     since = "" if finding.since is None else f", starting at step {finding.since}"
     return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
-    """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
+    """Check the data of the selected steps. Tokens are inspected only at the steps of `sample`."""
     run = _Run(database, sample)
     checks = (
         _values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _versions, _masked, _finished,
@@ -116,7 +115,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"},
 }  # fmt: skip
-"""Code of a finding -> codes of findings that explain it."""
+"""Finding -> findings that explain it; it is then left out."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -133,9 +132,7 @@ FROM (
 )
 ORDER BY step, place
 """
-"""Query for one row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` refer to the tokens in
-the loss.
-"""
+"""One row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` cover the tokens in the loss."""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(reward) AS highest, avg(num_response_tokens) AS length, max(abs(advantage)) AS largest FROM {rows} GROUP BY step ORDER BY step"
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
@@ -145,14 +142,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that chance does not reach even in a thousand steps."""
+"""Standard errors that chance does not reach even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
     "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Name of a rule after which the advantages of a group still sum to about 0 -> code."""
+"""Rules under which the advantages of a group still sum to about 0 -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -192,7 +189,7 @@ class _Run:
     def finding(
         self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
     ) -> DataFinding:
-        """Build a finding from a mask over rows, pairs or steps, and the step index of each."""
+        """Build a finding from a mask over rows, pairs or steps, and the step index `at` of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
         return DataFinding(
@@ -201,7 +198,8 @@ class _Run:
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step that best splits a run into good and bad steps; for a temporary fault, its first step."""
+        """Return the step at which good steps turn bad; for a temporary fault, its first; None for the run's first
+        step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -211,7 +209,6 @@ class _Run:
 
 
 def _values(run: _Run) -> Iterator[DataFinding]:
-    """Detect NaN, constant rewards, and single advantages that are too large for any baseline."""
     rows, at = run.rows, run.at
     for column in ("reward", "advantage"):
         if (lost := rows[f"lost_{column}"]).any():
@@ -264,16 +261,14 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
 
 
 def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return [N] indices of labels within steps, in order of first appearance."""
+    """Number the distinct pairs of label and step, [N], in order of first appearance."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max()) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Find the rule that turns rewards into advantages at each step, and report the most frequent rule other than
-    subtracting the group's mean.
-    """
+    """Find each step's rule from rewards to advantages; report the most common one that is not the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     r, a, labels = (run.rows[name][known] for name in ("reward", "advantage", "group"))
     at, has_id = run.at[known], labels > 0
@@ -339,11 +334,11 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 def _unequal(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Detect rows whose advantage differs from that of the other rows with the same reward in their group, advantages of
-    groups in which all rewards are equal, and groups that lost rows after their baseline was computed.
+    """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
+    longer sum to 0 because rows were removed.
 
-    `group`: [N] number of each row's group, different at every step. Return the code, the affected rows, [N] bool, and the
-    numbers."""
+    `group`: [N] numbers, different at every step. Returns the code, the affected rows, [N] bool, and the numbers.
+    """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
     cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
@@ -389,9 +384,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Detect that some rows follow the group's rule with another sign or scale, or with and without its standard deviation, or
-    that all follow the rewards of the previous step. Return the code, the affected rows, [N] bool, and the numbers.
-    """
+    """Find rows with another sign or scale than the others, rows with and without division by the standard deviation,
+    or advantages that follow the previous step's rewards. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -400,8 +394,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         return None
 
     def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the [N] ratios between advantages and `given`, relative to the usual one of their step, and the share that is
-        usual."""
+        """Return advantages / `given` over the median of their step, [N], and the share within 2% of 1."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
         relative, sign = np.full(len(a), np.nan), np.sign(np.nansum(np.sign(ratio))) or 1.0
         for _, part in _parts(at):
@@ -416,7 +409,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         other = asked & (np.abs(relative - 1) >= 0.02)
         factor = float(np.nanmedian(relative[other])) if other.any() else 1.0
         fits = np.abs(relative[other] / factor - 1) < 0.02
-        # A factor that changes for whole steps is told with its first step.
+        # A factor that applies to whole steps is reported with its first step.
         within = (mean_of(at, other * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[other]
         is_clear = usual >= 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and abs(factor - 1) > 0.1
         if is_clear and 0.05 < np.median(within) < 0.95:
@@ -425,7 +418,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
     if (rest := asked & ~ratio["centred"]).any():
         divided = a / np.where(asked, scales["normalised"], np.nan)
-        factor = float(np.nanmedian(divided[rest]))  # 1, or less with a degree of freedom
+        factor = float(np.nanmedian(divided[rest]))  # 1, or less with Bessel's correction
         ratio["normalised"] = np.abs(divided / factor - 1) < 0.02 if 0.6 < factor < 1.5 else ratio["normalised"]
     only = {name: ratio[name] & ~ratio[other] & asked for name, other in itertools.permutations(scales)}
     if (
@@ -452,7 +445,6 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
 
 
 def _fault_if_changed(finding: DataFinding) -> DataFinding:
-    """Turn a finding that may be intended into a fault if it begins during the run."""
     return replace(finding, is_notice=finding.is_notice and finding.since is None)
 
 
@@ -461,25 +453,24 @@ class AdvantageRule:
     """The rule that turns rewards into advantages at one step."""
 
     name: str
-    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the name of the baseline or reward order that fits; empty
-    if nothing fits; `none` if rewards are equal within every group.
-    """
+    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the baseline or order of rewards that fits; empty
+    if nothing fits; `none` if rewards are equal within every group."""
     correlation: float = 0.0
     """Mean correlation between rewards and advantages within groups."""
     freedom: float = 0.0
-    """Number of rows minus the number of groups."""
+    """Rows minus groups."""
     between: float = 0.0
     """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
     fit: float = 0.0
-    """Correlation between the recorded advantages and those that the rule gives."""
+    """Correlation between the recorded advantages and those under the rule."""
     own: float = 0.0
-    """The same correlation with the group's mean as the baseline."""
+    """The same with the group's mean as the baseline."""
     factor: float | None = None
-    """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
+    """Scale of the advantages if no usual normalisation by group or batch explains it, else None."""
 
 
 def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Compare the rewards and advantages of a step, [N], within groups. Without `explain`, return only their correlation.
+    """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
     `label`: [N] group labels, in order; `length`: [N] number of response tokens.
     """
@@ -502,7 +493,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
-    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # the first of equal ones
+    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # of ties, the first
     # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
@@ -516,7 +507,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
 def _others(
     r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray
 ) -> dict[str, list[np.ndarray]]:
-    """Return the advantages that other rules give, raw and normalised."""
+    """Return rule -> the advantages under it, raw and normalised."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         centred = rewards - mean_of(label, rewards)
@@ -551,9 +542,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio between the advantages and the rewards minus the group mean; None if it is usual or not
-    constant.
-    """
+    """Return the ratio of advantages to rewards minus the group mean; None if it is usual or not constant."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -584,26 +573,23 @@ def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[in
 
 
 def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield each step's index with its rows."""
     steps, firsts = np.unique(at, return_index=True)
     for step, first, end in zip(steps, firsts, [*firsts[1:], len(at)], strict=True):
         yield int(step), slice(first, end)
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """For each of the N rows, return the mean over all rows with the same label; labels are zero-based integers."""
+    """Return the mean over all rows with the same label, [N]. Labels are integers from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """For each of the N rows, return the number of rows with the same label."""
+    """Return the number of rows with the same label, [N]."""
     return np.asarray(np.bincount(label)[label])
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation over the rows without NaN; 0 if fewer than 8 remain, or if one input is constant up to
-    rounding.
-    """
+    """Return the correlation where x is finite; 0 for fewer than 8 rows, or if x or y is constant up to rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
     if len(x) < 8:
         return 0.0
@@ -614,9 +600,7 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Detect rewards in the wrong rows: identical responses in a step get equal rewards only after the rewards are
-    moved by some rows.
-    """
+    """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
     at, reward, response = run.at, run.rows["reward"], run.rows["response"]
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
@@ -638,7 +622,6 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
 
 
 def _metrics(run: _Run) -> Iterator[DataFinding]:
-    """Detect logged means that differ from the mean of the recorded rows."""
     query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
     logged = {(name, step): value for name, step, value in run.database.connection.execute(query).fetchall()}
     known_names = {name for name, _ in logged}
@@ -679,23 +662,23 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Logged:
-    """A logged mean beside the mean of the rows, at E steps."""
+    """A logged metric next to the mean of the rows, at E steps."""
 
     name: str
     later: int
-    """Number of steps after the rows' own at which the value is read."""
+    """Offset of the logged value from the rows' own step, in steps."""
     ends: np.ndarray
-    """[E] index of the steps with a logged value."""
+    """[E] indices of the steps with a logged value."""
     value: np.ndarray
     distance: np.ndarray
     """[E] distance from the mean of the rows of that step."""
     off: np.ndarray
     """[E] bool: the value contradicts the rows."""
     is_sample: bool
-    """True if most values differ, as a mean over other rows does."""
+    """True if most values differ, as they do if other rows were averaged."""
 
     def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:
-        """Return the value with the largest `by`, [E], and the rows' mean at its step."""
+        """Describe the step with the largest `by`, [E]."""
         at = int(np.argmax(by))
         end = self.ends[at]
         return {
@@ -711,7 +694,7 @@ def _compared(
     mean: np.ndarray,
     errors: np.ndarray,
 ) -> _Logged | None:
-    """Compare the values of a metric with the rows' means, which have these errors; None for fewer than three values."""
+    """Compare a metric with the rows' means; None if it has fewer than three values."""
     every = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
     ends = np.flatnonzero(np.isfinite(every))
     if len(ends) <= 2:
@@ -729,8 +712,7 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Return what the logged values, [E] at as many steps, are the mean of, if not of all rows or tokens, whose mean is
-    `mean`, [E]; empty if unknown."""
+    """Name what the logged values, [E], average instead of all rows, whose mean is `mean`, [E]; empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -768,7 +750,7 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Detect two passes whose ratio is 1 at every token, although there were updates between them or their dtypes differ."""
+    """Find a ratio of 1 at every token, although the weights were updated in between or the dtypes differ."""
     execute = run.database.connection.execute
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
@@ -802,7 +784,6 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
 
 
 def _references(run: _Run) -> Iterator[DataFinding]:
-    """Detect a reference pass that equals the trainer's at all steps inspected."""
     rows = run.database.connection.execute(
         _EQUAL.format(steps=run.inspected), {"a": "reference", "b": "train"}
     ).fetchall()
@@ -818,7 +799,6 @@ def _references(run: _Run) -> Iterator[DataFinding]:
 
 
 def _reward_parts(run: _Run) -> Iterator[DataFinding]:
-    """Detect rewards that are no weighted sum of the recorded reward functions of their row."""
     query = f"SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({run.inspected}) ORDER BY step, place"
     rows = run.database.connection.execute(query).fetchall()
     names = rows[0][3] if rows else None
@@ -833,7 +813,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return the weights whose sum gives all rewards; None if there are none."""
+        """Return the weights whose sum gives all rewards, or None."""
         known = there & np.isfinite(rewards)
         found, *_ = np.linalg.lstsq(parts[known], rewards[known], rcond=None)
         return found if np.abs(parts[known] @ found - rewards[known]).max() < least else None
@@ -870,7 +850,6 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
 
 
 def _prompts(run: _Run) -> Iterator[DataFinding]:
-    """Detect prompts that are recorded with padding."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at
@@ -886,7 +865,6 @@ def _prompts(run: _Run) -> Iterator[DataFinding]:
 
 
 def _after_end(run: _Run) -> Iterator[DataFinding]:
-    """Detect responses that go on after their end token."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at
@@ -901,7 +879,7 @@ def _after_end(run: _Run) -> Iterator[DataFinding]:
         everywhere = sample.tokens == token
         affected = np.isin(np.arange(len(at)), sample.seq[there & everywhere])
         last = np.unique(sample.tokens[sample.starts[1:][affected] - 1], return_counts=True)[1]
-        # A token that always precedes the end token is followed by one id, what comes after the end by several.
+        # A token that merely precedes the end token is always followed by that id; what follows the end varies.
         is_end = counts.max() >= max(12, 0.2 * rows.sum()) and counts.max() > 0.9 * everywhere.sum()
         if is_end and last.max() < 0.5 * last.sum():
             numbers: Numbers = {
@@ -912,7 +890,7 @@ def _after_end(run: _Run) -> Iterator[DataFinding]:
 
 
 def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
-    """Return the sample, its engine pass and its other pass; None if there are no engine values."""
+    """Return the sample, its engine pass and its other pass; None without an engine pass."""
     sample = run.sample
     if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return None
@@ -920,7 +898,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True for each token at the end of a row that only repeats the token before it."""
+    """Return [N] bool: True for tokens at the end of a row that only repeat the one before."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -928,7 +906,6 @@ def _repeats_end(sample: Sample) -> np.ndarray:
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
-    """Detect tokens in the loss that the engine did not sample: padding after the end token, and tool output."""
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, other = found
@@ -946,7 +923,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     size = run_lengths(odd, seq)
     inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
-        return  # other tokens, which were sampled, also lack logprobs
+        return  # sampled tokens lack logprobs, too
     at = run.sampled_at
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
@@ -960,7 +937,6 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
 
 
 def _samples(run: _Run) -> Iterator[DataFinding]:
-    """Detect responses that repeat more often than their probabilities allow."""
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, _ = found
@@ -971,7 +947,7 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     again = firsts[which] != np.arange(len(full))
     earlier = rank_of(prompt)
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # Sampling may be sharper than the recorded distribution: half of a logprob belongs to a temperature of about 0.5.
+    # Sampling may be sharper than the recorded distribution: halving logprobs allows for a temperature of about 0.5.
     probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4), starts[full]) / 2)
     expected = float(-np.expm1(earlier[asked] * np.log1p(-np.minimum(probability[asked], 1 - 1e-9))).sum())
     temperature = sample.settings["temperature"]
@@ -983,7 +959,6 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
 
 
 def _versions(run: _Run) -> Iterator[DataFinding]:
-    """Detect an engine whose recorded policy version is ahead of the trainer's."""
     if (found := _sampled_by(run)) is None:
         return
     _, engine, other = found
@@ -994,7 +969,6 @@ def _versions(run: _Run) -> Iterator[DataFinding]:
 
 
 def _masked(run: _Run) -> Iterator[DataFinding]:
-    """Detect sampled tokens, or whole rows, that do not count in the loss."""
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, other = found
@@ -1015,7 +989,6 @@ def _masked(run: _Run) -> Iterator[DataFinding]:
 
 
 def _finished(run: _Run) -> Iterator[DataFinding]:
-    """Detect finish reasons that contradict the last token or the length limit of their rows."""
     sample = run.sample
     if sample is None or not sample.lengths.any():
         return
@@ -1050,8 +1023,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
 
 
 def _entropies(run: _Run) -> Iterator[DataFinding]:
-    """Detect recorded entropies in bits, or of a neighbouring position. The mean of -logprob over tokens of one entropy is
-    that entropy."""
+    """Find entropies in bits or shifted by a token. At a given entropy, -logprob averages to that entropy."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at
@@ -1075,7 +1047,7 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
         if abs(np.median(ratios) / np.log(2.0) - 1) < 0.03 and np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12):
             left = np.bincount(sample.seq[inside], entropy * np.log(2.0) - surprise, len(at))
             count = np.bincount(sample.seq[inside], minlength=len(at))
-            # If it holds for part of the rows only, the others were sampled from another distribution.
+            # If only some of the rows fit, the others were sampled from another distribution.
             if part_of_rows(sample, np.where(count > 0, left / np.maximum(count, 1), np.nan)) is None:
                 yield run.finding("entropies_in_bits", everywhere, at, query, numbers)
         place = np.flatnonzero(inside)

@@ -1,6 +1,5 @@
-"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and finally
-by where the rest is and what it depends on. Each token is assigned to rounding, to a cause, or to neither.
-"""
+"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and
+finally by where the rest is and what it depends on. Each token goes to rounding, to a cause, or to neither."""
 
 from __future__ import annotations
 
@@ -66,29 +65,24 @@ from .pair_data import MAX_EXCESS, PairData, allowed_noise, level, logit_error
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum number of tokens for explanations that need statistics: with fewer, the largest d alone is at least a third
-of the sum of squares.
-"""
+"""Minimum number of tokens for statistics: with fewer, the largest d alone is a third or more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, in nats, after subtracting the cost of its parameters; chance reaches it in one run
-in 100,000.
-"""
+"""Minimum evidence for an explanation, nats, net of its parameters. Chance reaches it in one run in 100,000."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share of the mismatch is compared only with others that predict values, not with
-places."""
+"""An explanation that leaves a smaller share of the mismatch competes only with others that predict values."""
 MIN_FIRST = 0.6
-"""A kind is listed before the part of the run that the mismatch is confined to if its probability is at least this."""
+"""Minimum probability of a kind for it to be listed before the part of the run that the mismatch is confined to."""
 MIN_LIKELY = 0.4
-"""A kind is reported in addition to the place of the tokens if its probability is at least this."""
+"""Minimum probability of a kind for it to be reported in addition to where the tokens are."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio between the mismatch at a place and elsewhere for the place to refute an explanation of all tokens."""
+"""Minimum ratio of the mismatch at a place to that elsewhere to rule out explanations that cover all tokens."""
 _MAX_PARTS = 3
-"""Maximum number of places at whose tokens further explanations are tried."""
+"""Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
-"""Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
+"""Maximum number of places compared by likelihood: those that explain most of the variance of `level`."""
 
 _VALUES = (
     find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
@@ -96,9 +90,9 @@ _VALUES = (
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
-"""Explanations in which one side is a function of the other side's distribution."""
+"""Explanations in which one side is a fixed function of the other's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
-"""Explanations of the tokens at one place."""
+"""Explanations confined to one place."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -116,11 +110,11 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
-"""Verdicts without a fault that hold for one part of a run; a fault in another part replaces them."""
+"""Fault-free verdicts on part of a run; a fault in another part replaces them."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
-    """Split the data into sequences whose contracts declare the same dtypes and quantisation, the largest part first."""
+    """Split the sequences by the dtypes and quantisation that their contracts declare, largest part first."""
     names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
     precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
     kinds = np.array([str(precision[each]) for each in names])[data.seq]
@@ -163,7 +157,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Return the explanations of the mismatch, best first; each covers what the earlier ones leave unexplained."""
+    """Explain the mismatch, best explanation first; each covers what the earlier ones leave."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
@@ -192,9 +186,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings. If they cover only part of the tokens, and nearly all of those that are off are at one
-    place, that place is added to the first finding.
-    """
+    """Add a place to the first finding if it covers only part of the tokens and nearly all that are off are there."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -209,12 +201,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, with steps added to the first one if more steps than chance explains have none of its
-    tokens.
-
-    If its tokens occur at every step from some step on, and at none before, that step is added; otherwise the steps
-    with its tokens are added, if there are at most five.
-    """
+    """Add to the first finding the step at which it begins, or up to five steps that it is confined to, unless chance
+    explains the steps without its tokens."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -230,15 +218,13 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Return the findings with more findings appended; each code and cause occurs once."""
+    """Append the findings whose code and cause are new."""
     known = {(each.code, each.cause) for each in found}
     return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Mark a finding as visible only after correcting for the finding `behind`. Its confirming command is removed, because
-    a command reads the uncorrected trace.
-    """
+    """Mark a finding as seen only after correcting for `behind`; drop its command, which reads the original trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
@@ -249,9 +235,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations that no place refutes. If nearly all tokens that are off are at one place and the others agree,
-    an explanation of all tokens that predicts no values is wrong about the others.
-    """
+    """Drop the explanations that a place rules out. If nearly all tokens that are off are at one place and the others
+    agree, an explanation of all tokens that predicts no values is wrong about the others."""
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -264,7 +249,6 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return explanations of the values at each of the best places; each gain includes the gain of the place."""
     found = []
     parts = [
         each
@@ -290,22 +274,19 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
 
 
 def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
-    """Return True if two explanations cover about the same tokens and the second has enough evidence without a place."""
     shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
     return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
 
 
 def _is_part(place: Finding) -> bool:
-    """Return True if a place only divides the run and is not a cause in itself."""
+    """Return True if a place only divides the run and is not itself a cause."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     is_wide = place.code == BOUNDARY.code and place.share > 0.15
     return ids or is_wide or place.code not in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain; None if no gain is large enough. Explanations with few parameters are
-    preferred.
-    """
+    """Return the explanation with the largest gain, if large enough. Fewer parameters make up for half of the gain."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -315,14 +296,13 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    # A place is no rival of values that are predicted well.
+    # A place does not compete with an explanation that predicts the values well.
     is_exact = best.left is not None and best.left < WELL_PREDICTED
     rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
     return min(rivals, key=lambda each: (each.rank, -each.gain))
 
 
 def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
-    """Return True if another explanation covers most of the tokens of one."""
     return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in others)
 
 
@@ -341,8 +321,8 @@ def _is_told(data: PairData, place: Where) -> bool:
     """Return True if a place really locates the mismatch.
 
     Outside it there must be no more than rounding, and most of the tokens that are off must be inside. The mismatch
-    inside must exceed rounding or be much larger than outside. A writer, contract or setting only needs three times the
-    mismatch, because rounding does not depend on it.
+    inside must exceed rounding or be much larger than outside. For a writer, contract or setting, three times as large
+    is enough, because rounding does not depend on it.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
@@ -366,14 +346,12 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the rest of the mismatch exceeds rounding, overall or at some tokens, or depends on something that
-    rounding does not depend on.
-    """
+    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on what rounding does not."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the overall level exceeds any rounding by three standard errors."""
+    """Return True if the overall level exceeds rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
@@ -382,9 +360,7 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause, with the place that it is confined to, if any. A place that is part of the run is also a separate
-    finding.
-    """
+    """Return the cause and the place that it is confined to. Part of the run, as a place, is a finding of its own."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
@@ -410,7 +386,6 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
 
 
 def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
-    """Return the cause, with the place and the number of sequences that it affects."""
     assert best.beside is not None
     rows = data.sample.seq[best.tokens & data.keep]
     numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
@@ -419,7 +394,7 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Return the findings for a remaining mismatch that no explanation predicts and that is at no particular place."""
+    """Describe what is left of the mismatch if no explanation predicts it and no place confines it."""
     off = nobodys(data)
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
@@ -431,26 +406,24 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that best matches the tokens `off`, [K] bool, if it contains most of them and few others."""
+    """Return the place that best matches the tokens `off`, [K] bool, if they overlap by more than half."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> list[Finding]:
-    """Return the kinds of a mismatch that is at no particular place, most probable first."""
+    """Classify a mismatch that no place confines, most probable kind first."""
     if weights_agree(data):
         return [equal_weights(data)]
     return find_after_update(data) or find_earlier_growth(data) or find_kinds(data)
 
 
 def _likely(data: PairData) -> list[Finding]:
-    """Return the most probable kind of a mismatch at a few tokens, if it is probable."""
     return [each for each in _state(data)[:1] if each.weight >= MIN_LIKELY]
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Return the finding, marked as expected if a recorded setting explains both the finding and its size."""
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
@@ -461,7 +434,6 @@ def _expected(data: PairData, finding: Finding) -> Finding:
 
 
 def _gross(data: PairData) -> list[Finding]:
-    """Return the finding for tokens that are off by far more than any rounding; a few tokens are enough for it."""
     if not data.num_kept or not nobodys(data).any():
         return []
     return [unexplained_tokens(data, nobodys(data), None)]

@@ -1,7 +1,7 @@
-"""Features of a mismatch that no explanation predicts token by token, and the fitted model that derives its kind from them.
+"""Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it by them.
 
-Of 83 features tried, these 27 suffice: with them, the model identifies as many faults as with all, for authors left out
-of the fit.
+Of 83 features tried, these 27 suffice: with them, the model identifies as many faults as with all of them, for authors
+left out of the fit.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -21,17 +21,14 @@ from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
 MIN_REPEATS = 20
-"""Minimum number of repeated tokens for judging whether a side is deterministic. A token is repeated if the same token
-follows the same prefix in the same step.
-"""
+"""Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
-"""Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
-sequence rarely falls between the two tokens compared."""
+"""Lags, in tokens, of the autocorrelation: short, so that few pairs straddle a change inside a sequence."""
 
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    """Return the features of the mismatch at the kept tokens: name -> bounded value, 0 if it cannot be measured."""
+    """Return feature -> bounded value of the mismatch at the kept tokens; 0 if it cannot be measured."""
     found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
@@ -47,9 +44,8 @@ def _size(data: PairData) -> dict[str, float]:
 
 
 def _sampling(data: PairData) -> dict[str, float]:
-    """Return features of sampled tokens. If they come from a distribution close to both sides, d has mean -mean(d^2) / 2
-    and exp(-d) has mean 1; errors in recorded values satisfy neither.
-    """
+    """If the tokens were sampled from a distribution close to both sides, d has mean -mean(d^2) / 2 and exp(-d) has
+    mean 1; errors in recorded values satisfy neither."""
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
     ratio = np.exp(np.clip(-d, -30, 10))
@@ -98,14 +94,12 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Map a score in standard errors to -1 to 1, so that the size of a run does not dominate."""
+    """Map a score in standard errors to -1 to 1, so that the size of the run does not dominate."""
     return float(np.tanh(score / 6.0))
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the difference between the means inside and outside, in standard deviations of the values; 0 if either has
-    fewer than 4.
-    """
+    """Return the mean inside minus that outside, in standard deviations; 0 if either part has fewer than 4 values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -113,15 +107,16 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
 
 @once
 def _moved(data: PairData) -> np.ndarray:
-    """Return the change [K] of the logit that explains d, with the largest and smallest hundredth clipped, nats."""
+    """Return the change of the logit that explains d, nats, clipped to its 1st and 99th percentiles, [K]."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return the log ratio between the mismatch in the first and the last third of a sequence, averaged over the
-    sequences inside, [K] bool, in standard errors. The effect of a different or cached prompt fades along the response;
-    the effect of different weights does not.
+    """Return the log of the mismatch in the first third of sequences over that in the last third, in standard errors,
+    for the tokens inside, [K] bool.
+
+    The effect of a different or cached prompt fades along the response; that of different weights does not.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
@@ -137,20 +132,18 @@ def fades(data: PairData, inside: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)), after subtracting its means per token id and per step; 0 if there are too few
-    tokens."""
+    """Statistics of log(|d| / (1 - p)) without its means per token id and per step; 0 if there are too few tokens."""
 
     persistence: float
-    """Mean autocorrelation at lags of 1, 2 and 4 tokens. It is high if the mismatch changes inside sequences."""
+    """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""
     sequence_score: float
-    """How far the share of the variance between sequences exceeds the share expected by chance, in standard deviations."""
+    """How far the share of variance between sequences exceeds chance, in standard deviations."""
     persistence_within: float = 1.0
-    """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
+    """`persistence` without each sequence's mean; 0 if whole sequences are affected."""
 
 
 @once
 def error_structure(data: PairData) -> ErrorStructure:
-    """Measure the structure of a mismatch over the kept tokens."""
     level = data.level_beyond_tokens
     known = np.isfinite(level)
     if known.sum() < 2 * max(_LAGS):
@@ -169,7 +162,6 @@ def error_structure(data: PairData) -> ErrorStructure:
 
 
 def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
-    """Return the autocorrelation of `level`, [K], within sequences, averaged over _LAGS."""
     lags = []
     for lag in _LAGS:
         same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
@@ -179,13 +171,13 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0, in standard
-    deviations under pure noise. Both are 0 if there are too few tokens. The largest 1% of the values are clipped.
+    """Return the adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in
+    standard deviations under pure noise; both 0 if there are too few tokens. The largest 1% of the values are clipped.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # A token that follows the same token again, in a loop, in its group or at another step, is not independent evidence.
+    # A bigram that occurs again, in a loop, in the group or at another step, is not independent evidence.
     _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
@@ -196,8 +188,8 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of `values`, [K], that `group`, [K], explains, and its distance from 0, in
-    standard deviations under pure noise. Both are 0 if there is a single group or only one value per group."""
+    """Return the adjusted share of the variance of `values`, [K], that `group`, [K], explains, and its distance from 0
+    in standard deviations under pure noise; both 0 if there is one group or one value per group."""
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)
@@ -216,12 +208,11 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return the alignment between d and the change in pass a over the steps, in standard errors; 0 for fewer than
-    three steps.
+    """Return how well d follows the trend of pass a over the steps, in standard errors; 0 below three steps.
 
-    For each token bigram, the mean of d is multiplied by the trend over the steps of its logprob in pass a. The product
-    is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind pass b.
-    Standard errors are computed over sequences. The dependence of d on the size of the logprob is removed first.
+    For each token bigram, the mean of d is multiplied by the trend of its logprob in pass a over the steps. The
+    product is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind
+    pass b. Standard errors are over sequences. The dependence of d on the size of the logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -244,26 +235,24 @@ def along_movement(data: PairData) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """Differences between a side's values for the same token after the same prefix within a step."""
+    """How far a side's values differ for the same token after the same prefix within a step."""
 
     num: int
-    """Number of repeated tokens."""
     a: float
-    """Rms difference between the values of pass a, converted to a logit error, nats."""
+    """Rms difference between values of pass a, as a logit error, nats."""
     b: float
-    """Rms difference between the values of pass b, converted to a logit error, nats."""
+    """The same for pass b."""
     d: float
-    """Rms of d at these tokens, converted to a logit error, nats."""
+    """Rms of d at these tokens, as a logit error, nats."""
 
     @property
     def is_known(self) -> bool:
-        """True if there are enough repeated tokens to compare."""
         return self.num >= MIN_REPEATS
 
 
 @once
 def repeats(data: PairData) -> RepeatedTokens:
-    """Compare each token with the one before it that has the same prefix and id in the same step."""
+    """Compare each token with the previous one that has the same prefix and id in the same step."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
@@ -283,7 +272,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the non-deterministic side, `a` or `b`, if that accounts for the mismatch; None otherwise."""
+    """Return the non-deterministic side, `a` or `b`, if it accounts for the mismatch; else None."""
     found = repeats(data)
     if not found.is_known:
         return None
@@ -295,14 +284,14 @@ def not_repeatable(data: PairData) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MismatchGrowth:
-    """Size of the mismatch at the first step compared with later ones."""
+    """Mismatch at the first step and at later ones."""
 
     first: float
     """Median logit error at the first step, nats."""
     later: float
     """Largest median logit error of a later step, nats."""
     since: int | None
-    """First step whose error is above the geometric mean of `first` and `later`."""
+    """First step above the geometric mean of `first` and `later`; None if there is none."""
     is_sudden: bool = False
     """True if the error is flat before `since`, for two steps or more, and flat from then on."""
 
@@ -313,7 +302,6 @@ class MismatchGrowth:
 
 @once
 def growth(data: PairData) -> MismatchGrowth:
-    """Return how the mismatch grows over the steps."""
     noise = logit_error(data)
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
@@ -333,10 +321,10 @@ def growth(data: PairData) -> MismatchGrowth:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences at the level of rounding, and the indices of the other sequences.
+    """Return the share of sequences at the level of rounding, and the indices of the others.
 
-    The other sequences must have more than five times the mismatch, and at least an eighth of what rounding allows.
-    Otherwise the share is 0 and no indices are returned.
+    The others must have more than five times the mismatch, and at least an eighth of what rounding allows; else the
+    share is 0 and there are no indices.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -359,8 +347,8 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def sampled_score(data: PairData, side: str) -> float:
-    """Return the mean of a side's logprob + entropy, in standard errors over sequences. It is near 0 if the tokens were
-    sampled from that side's distribution, and 0 if the side has no entropies."""
+    """Return the mean of a side's logprob + entropy, in standard errors over sequences: near 0 if the tokens were
+    sampled from that side's distribution, and 0 without entropies."""
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
         return 0.0
@@ -374,7 +362,7 @@ def sampled_score(data: PairData, side: str) -> float:
 
 
 def sampled_mean(data: PairData, side: str) -> float:
-    """Return the mean of a side's logprob + entropy, nats; NaN if it has no entropies."""
+    """Return the mean of a side's logprob + entropy, nats; NaN without entropies."""
     entropy = getattr(data.sample, side).entropy
     return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
 
@@ -405,44 +393,43 @@ REASONS: dict[str, tuple[str, str]] = {
         "in all rows, one side reproduces its values after the same prefix and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
-"""Feature -> phrase if its value is above the mean of the fitted runs, and if it is below; v is the value."""
+"""Feature -> phrases for values above and below the mean of the fitted runs; v is the value."""
 
 
 # --- The fitted model, and the sentence for its answer
 
 NO_FAULT = "rounding"
-"""Name of the kind that is not a fault."""
+"""The kind that is not a fault."""
 MAX_DISTANCE = 4.0
-"""Bound of a feature, in standard deviations of the fitted runs: beyond it, a run resembles none of them."""
+"""Bound of a feature, in standard deviations of the fitted runs. Beyond it, a run resembles none of them."""
 
 MAX_REASONS = 3
-"""Maximum number of features that a sentence gives as reasons."""
+"""Maximum number of features given as reasons in a sentence."""
 SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
 _IMPLIED = "typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A fitted multinomial logistic regression of C kinds on F features."""
+    """Multinomial logistic regression of C kinds on F features."""
 
     features: tuple[str, ...]
     kinds: tuple[str, ...]
     mean: np.ndarray
-    """[F] mean of each feature."""
+    """[F]"""
     scale: np.ndarray
-    """[F] standard deviation of each feature."""
+    """[F] standard deviations."""
     coefficients: np.ndarray
-    """[C, F] coefficients of the standardised features."""
+    """[C, F], for standardised features."""
     intercept: np.ndarray
     """[C]"""
 
     def distances(self, measured: dict[str, float]) -> np.ndarray:
-        """Return the standardised features, [F]."""
+        """Return the standardised features, [F], clipped to MAX_DISTANCE."""
         values = np.array([measured[name] for name in self.features])
         return np.asarray(np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE))
 
     def probabilities(self, measured: dict[str, float]) -> np.ndarray:
-        """Return the probability of each kind, [C]."""
         logits = self.coefficients @ self.distances(measured) + self.intercept
         odds = np.exp(logits - logits.max())
         return np.asarray(odds / odds.sum())
@@ -450,7 +437,7 @@ class Model:
 
 @cache
 def model() -> Model:
-    """Return the fitted model that comes with the package."""
+    """Load the fitted model from the package."""
     stored = json.loads(files(__package__).joinpath("kinds.json").read_text(encoding="ascii"))
     arrays = {name: np.array(stored[name]) for name in ("mean", "scale", "coefficients", "intercept")}
     return Model(features=tuple(stored["features"]), kinds=tuple(stored["kinds"]), **arrays)
@@ -458,15 +445,14 @@ def model() -> Model:
 
 @once
 def probabilities(data: PairData) -> dict[str, float]:
-    """Return the probability of each kind, rounding among them, most probable first."""
+    """Return kind -> probability, rounding included, most probable first."""
     found = model().probabilities(features(data))
     return {model().kinds[at]: float(found[at]) for at in np.argsort(-found, kind="stable")}
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best distinguish a kind from the others, at most MAX_REASONS, best first. Each has
-    its name, its value, and True if the value is above the mean of the fitted runs.
-    """
+    """Return the features in REASONS that best distinguish a kind from the others, best first: name, value, and True
+    if the value is above the mean of the fitted runs."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -479,17 +465,17 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
 
 
 def judged(hint: str) -> str:
-    """Return the sentence for a kind of mismatch; `hint` lists its typical causes."""
+    """Return the evidence template for a fitted kind; `hint` lists its typical causes."""
     return "{probability:.0%} probable; " + implied(hint)
 
 
 def implied(hint: str) -> str:
-    """Return the sentence for a kind of mismatch that its place implies."""
+    """Return the evidence template for a kind implied by where the tokens are."""
     return _IMPLIED.replace("HINT", hint)
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of the sentences `judged` and `SIZE` that are not numbers of the finding."""
+    """Return the words of the `judged` and `SIZE` templates that are not numbers of the finding."""
     said = []
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:

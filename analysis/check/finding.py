@@ -1,6 +1,4 @@
-"""The findings of a check, the texts that describe each fault, and the explanations of a mismatch, judged by
-the likelihood of the residuals that they leave.
-"""
+"""Findings of a check, the texts of each fault, and explanations of a mismatch with the likelihood that judges them."""
 
 from __future__ import annotations
 
@@ -19,44 +17,43 @@ from .where import Where
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
-"""What must be fixed. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`, `trainer`:
+"""What to fix. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`, `trainer`:
 that side used the wrong weights, cache, experts, context or precision; `computation` if the trace does not show which.
-`versions`: nothing must be fixed; the policy versions of engine and trainer differ, as in asynchronous training."""
+`versions`: nothing; engine and trainer have different policy versions, as in asynchronous training."""
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
-"""Pass -> what must be fixed if its values are wrong."""
+"""Pass -> what to fix if its values are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault, or fault-free verdict, found by a check."""
+    """A fault, or a fault-free verdict, found by a check."""
 
     code: str
-    """Code of a fault, or of a fault-free verdict: a key in faults.FAULTS or faults.HEALTHY."""
+    """A key of faults.FAULTS or faults.HEALTHY."""
     signal: str
-    """How the fault was detected: a key in the fault's evidence."""
+    """How the fault was detected: a key of its evidence."""
     effect: float
     """Root mean square of d over the affected tokens, nats; NaN if one pass has no values there."""
     share: float
-    """Share of the compared tokens that is affected, 0 to 1."""
+    """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains, 0 to 1; it is 1 for faults detected by comparing bits."""
+    """Share of the mismatch that the fault explains, 0 to 1; 1 for faults found by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes explain the finding without a fault. It is reported, but the comparison
-    stays valid."""
+    """True if the recorded engines and dtypes explain the finding: it is reported, but the comparison stays valid."""
     next: Advice = NOTHING
     """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
-    """Fitted or counted values, and the names of the passes concerned."""
+    """Fitted and counted values, and the names of the passes concerned."""
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """[N] bool: the sampled tokens that the finding covers; None once their owners are counted."""
+    """[N] bool: the sampled tokens that the finding covers; None once they have been counted."""
     cause: str = ""
     """Name of the fault."""
     side: Broken | None = None
-    """What must be fixed; None for a fault-free verdict."""
+    """What to fix; None for a fault-free verdict."""
 
     @property
     def title(self) -> str:
-        """Name of the fault; for a change in time, with its first step."""
+        """Name of the fault or, for a change over time, the step at which the mismatch grows."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -67,8 +64,7 @@ class Finding:
 
     @property
     def since(self) -> int | None:
-        """First inspected step of a `subset` finding that covers the rest of the run, i.e. of a change in time; None
-        otherwise."""
+        """First inspected step of a `subset` finding that lasts to the end of the run; None otherwise."""
         since = self.numbers.get("since")
         return int(since) if self.code == "subset" and since is not None else None
 
@@ -79,32 +75,32 @@ class Finding:
 
     @property
     def broken(self) -> Broken | None:
-        """What must be fixed; None if the finding is not a fault."""
+        """What to fix; None if the finding is not a fault."""
         return self.side if self.fails else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A kind of fault or of fault-free verdict, with the texts that describe it."""
+    """A fault or fault-free verdict that a check can find, with its texts."""
 
     code: str
     title: str
-    """Name of the fault, in lower case."""
+    """Name in lower case."""
     broken: Broken | None
-    """What must be fixed; None for a fault-free verdict."""
+    """What to fix; None for a fault-free verdict."""
     evidence: Mapping[str, str]
-    """Signal, i.e. how the fault was detected -> sentence template, filled with the numbers of the finding."""
+    """Signal -> sentence template, filled with the numbers of the finding."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
-    """Signal -> function that derives further words of the template from the numbers."""
+    """Signal -> function that derives the template's other words from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Code of a cause that the recording may show (`numbers["cause"]`) -> its name, used as the title."""
+    """Code of a cause, in `numbers["cause"]` if the recording shows it -> title to use instead."""
 
     def finding(
         self, data: PairData, signal: str, affected: np.ndarray | None = None, *, weight: float = 1.0,
         is_expected: bool = False, next: Advice = NOTHING, broken: Broken | None = None, effect: float | None = None,
         share: float | None = None, numbers: Mapping[str, Number],
     ) -> Finding:  # fmt: skip
-        """Return a finding about the kept tokens in the mask `affected`, [K] bool; None means all kept tokens."""
+        """Build a finding about the kept tokens in `affected`, [K] bool, or about all kept tokens if None."""
         if signal not in self.evidence:
             raise KeyError(signal)
         if share is None:
@@ -118,7 +114,6 @@ class Fault:
         )  # fmt: skip
 
     def sentence(self, finding: Finding) -> str:
-        """Return the evidence for a finding as a sentence with numbers."""
         numbers: dict[str, Any] = {
             **finding.numbers, "code": finding.code, "effect": finding.effect, "share": finding.share,
         }  # fmt: skip
@@ -132,28 +127,23 @@ class Fault:
 FALSE_SHARE = 1e-3
 """Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution that models rounding errors: tails in healthy runs of small and
-large models are no heavier.
-"""
+"""Degrees of freedom of the Student t distribution of rounding errors: in healthy runs, tails are no heavier."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, attributed to a different expert if the model is not known to be a mixture of experts. If
-`spread` is larger, it is the limit instead.
-"""
+"""Largest logit error, nats, attributed to another expert unless experts are known to exist; at least `spread`."""
 MIN_OFF_TOKENS = 5
-"""Tokens are reported as off if there are at least this many; otherwise only those off by more than `max_flip` are."""
+"""With fewer tokens off than this, only those off by more than `max_flip` are reported."""
 LEAST_SHARE = 6.0
-"""The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
-bit-identical, the measured noise is almost 0.
-"""
+"""The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
+bit-identical, the measured noise is almost 0."""
 MAX_SCORED_TOKENS = 20_000
-"""Maximum number of tokens on which explanations are compared; whole rows are taken, spread evenly over the sample."""
+"""Maximum number of tokens on which explanations are compared: whole rows, spread evenly over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
 _ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Rounding and unexplained errors fitted to residuals."""
+    """Residuals as a mixture of rounding and unexplained errors."""
 
     sigma: float
     """Scale of the rounding error of a logit, nats."""
@@ -162,10 +152,9 @@ class Fit:
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit residuals, [K] nats, as a mixture of rounding errors and unexplained errors (Laplace). Rounding errors follow a
-    Student t distribution whose scale adds sigma * `scale` and `values`, the rounding of the recorded logprobs, in
-    quadrature; sigma is at most `most` nats.
-    """
+    """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace). The scale
+    of the rounding errors is sigma * `scale` and `values`, the rounding of the recorded logprobs, added in quadrature.
+    sigma is at most `most` nats."""
     size = np.abs(residual)
     if not len(size):
         return Fit(FLOOR_NATS, 0.0)
@@ -202,7 +191,7 @@ def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None)
 
 @once
 def unexplained(data: PairData) -> Fit:
-    """Return the fit to d itself, without any explanation."""
+    """Fit d itself, without any explanation."""
     return _fit(data, data.d)
 
 
@@ -222,17 +211,16 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error, nats, that a different expert can explain if the model may have no experts."""
+    """Return the largest logit error, nats, that a different expert can explain in a model that may have none."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return [K] bool: the tokens whose d exceeds rounding, with an expected share of at most FALSE_SHARE false
-    positives.
+    """Return [K] bool: the tokens whose d exceeds rounding, at a false discovery rate of FALSE_SHARE.
 
-    Rounding errors of a logit follow a t distribution with six degrees of freedom, with the scale found in the run, between a sixth
-    and MAX_EXCESS times what the dtypes allow.
+    Rounding errors of a logit are taken to follow a t distribution with six degrees of freedom. Its scale is measured
+    in the run, but kept between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
@@ -257,28 +245,28 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost of naming any cause, in nats: by chance, one run in 3,000 gets one."""
+"""Cost of naming any cause, nats: by chance, one run in 3,000 gets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """An explanation, with the tokens assigned to it if it is accepted."""
+    """An explanation, and the tokens it accounts for if it is accepted."""
 
     finding: Finding
     tokens: np.ndarray
-    """[N] bool: the tokens that it explains."""
+    """[N] bool: tokens that it explains."""
     gain: float
-    """Increase in the log likelihood of d, nats, compared with no explanation."""
+    """Increase in the log likelihood of d over no explanation, nats."""
     left: float | None = None
-    """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
+    """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
     rank: int = 0
-    """1 for an explanation with many parameters: one with fewer and at least half of its gain is preferred."""
+    """Lower with fewer parameters. Of the explanations with at least half of the best gain, the lowest rank wins."""
     right: np.ndarray | None = None
-    """[N] d after the fault is corrected, e.g. by moving values or converting units; None if it cannot be corrected."""
+    """[N] d with the fault corrected, e.g. values moved or units converted; None if it cannot be corrected."""
     place: Where | None = None
-    """The place of the tokens, if the explanation is confined to it."""
+    """Place that the explanation is confined to."""
     beside: Finding | None = None
-    """Finding for the place of the tokens, if the explanation is about the values at one place only."""
+    """Finding about the place, if the explanation covers only the values there."""
 
 
 def predicting(
@@ -286,8 +274,7 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
 
-    `cost` is the cost of its parameters, nats. `is_right`: True if the residual is what d would be without the fault, so
-    that it can be judged again.
+    `cost`: of its parameters, nats. `is_right`: the residual is what d would be without the fault, to be judged again.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -303,9 +290,8 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign half of
-    the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
-    """
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign
+    half the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats."""
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
@@ -317,9 +303,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens, [K] bool, are off, but not by how much. Its gain comes from fitting
-    a separate level of mismatch there.
-    """
+    """Return an explanation that predicts which tokens, [K] bool, are off, not by how much: it fits a level there."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

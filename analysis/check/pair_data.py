@@ -1,7 +1,7 @@
-"""Input of the detectors: sampled tokens that no finding explains yet, contracts, sums over the run, the precision of both
-passes, and the size of the rounding that it allows.
+"""Input of the detectors: the sampled tokens that no finding explains yet, contracts, sums over the run, and the
+precision of both passes with the rounding that it allows.
 
-Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explained by an earlier finding.
+Shapes: N sampled tokens in S sequences; K kept tokens, those that no earlier finding explains.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 MIN_REST = 0.02
-"""Minimum 1 - p for a token of probability p to be informative: below it, a change in the logits hardly affects the
-logprob."""
+"""Minimum 1 - p of an informative token: below it, changes in the logits barely show up in the logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
-"""Shrinkage towards the overall mean when averaging per token id, as a pseudo-count of tokens."""
+"""Pseudo-count of tokens by which the average of each token id is shrunk towards the overall mean."""
 
 
 @dataclass(kw_only=True)
 class PairData:
-    """All data available to a detector."""
+    """Everything a detector can use."""
 
     trace: str
     steps: str = ALL_STEPS
@@ -45,7 +44,7 @@ class PairData:
     contracts: dict[str, Contract]
     """Contract hash -> contract."""
     passes: list[str]
-    """Names of all passes in the trace that have logprobs."""
+    """All passes in the trace that have logprobs."""
     has_weights: bool
     is_import: bool
     """True if the trace was imported from another tool's files."""
@@ -61,23 +60,22 @@ class PairData:
     """[N] bool: True for compared tokens that no earlier finding explains."""
 
     def without(self, explained: np.ndarray) -> PairData:
-        """Return the data without the tokens in the mask `explained`, [N] bool, which a finding explains."""
+        """Drop the tokens in `explained`, [N] bool."""
         return replace(self, keep=self.keep & ~explained)
 
     def within(self, inside: np.ndarray) -> PairData:
-        """Return the data restricted to the kept tokens in the mask `inside`, [K] bool."""
+        """Keep only the tokens in `inside`, [K] bool."""
         return self.without(self.marked(~inside))
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
-        """Convert a boolean mask over the kept tokens, [K], to one over the sampled tokens, [N]."""
+        """Turn a mask over the kept tokens, [K], into one over the sampled tokens, [N]."""
         marks = np.zeros(len(self.keep), bool)
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens are left
-        out if `right` is NaN there, or if their d is as large as it was at `tokens`: they are misplaced, too.
-        """
+        """Change pass b so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens where `right` is NaN are
+        dropped, and so are those whose d is as large as it was at `tokens`: they are misplaced, too."""
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
@@ -87,17 +85,17 @@ class PairData:
 
     @cached_property
     def a(self) -> np.ndarray:
-        """[K] logprobs of the kept tokens, pass a."""
+        """[K] logprobs of pass a."""
         return np.asarray(self.sample.a.logprobs[self.keep])
 
     @cached_property
     def b(self) -> np.ndarray:
-        """[K] logprobs of the kept tokens, pass b."""
+        """[K] logprobs of pass b."""
         return np.asarray(self.sample.b.logprobs[self.keep])
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[K] logprob difference a - b of the kept tokens, nats."""
+        """[K] a - b, nats."""
         return np.asarray(self.sample.d[self.keep])
 
     @cached_property
@@ -107,19 +105,18 @@ class PairData:
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[K] position of each token in its response, starting at 0."""
+        """[K] position in the response, from 0."""
         return np.asarray(self.sample.position[self.keep])
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] number of updates by which the weights of pass b lag behind those of pass a, from the recorded policy
-        versions; 0 if unknown."""
+        """[S] optimizer updates by which pass b lags behind pass a, from the policy versions; 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of the distribution that each token was sampled from, nats: from pass a if it has entropies, else from
-        pass b; None if neither has."""
+        """[K] entropy of the distribution that each token was sampled from, nats: that of pass a if it has entropies,
+        else that of pass b; None if neither has."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -127,16 +124,14 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, where p is the larger of the two passes' probabilities: the change of a token's logprob per change of its
-        logit (arXiv 2512.23087)."""
+        """[K] 1 - p for the larger p of the two: change of the logprob per change of the logit (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] d / (change in the token's logit that would explain d). It is 1 - p if d is small (arXiv 2512.23087), and
-        otherwise between the two sides' 1 - p, each at least LEAST_REST, because the change is then the difference of
-        the log-odds.
-        """
+        """[K] d per change in the token's logit that would explain it. For small d this is 1 - p (arXiv 2512.23087);
+        otherwise the change is the difference of the log-odds, and the scale lies between the two sides' 1 - p, each
+        at least LEAST_REST."""
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -145,20 +140,18 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale, nats: the change in the token's logit that would explain d; NaN if 1 - p is too small."""
+        """[K] |d| / scale, nats: the change in the token's logit that would explain d; NaN where 1 - p is too small."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
     def level(self) -> np.ndarray:
-        """[K] logarithm of `noise`, which is first raised to at least 2% of its median, so that tokens with d near 0
-        do not dominate."""
+        """[K] log of `noise`, raised to at least 2% of its median so that tokens with d near 0 do not dominate."""
         floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the (shrunken) mean level of the same token id. The rest depends on where the token is, not on
-        which token it is."""
+        """[K] `level` minus the shrunken mean of the token id: what depends on where a token is, not on which."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -169,7 +162,7 @@ class PairData:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Function results cached by `once`."""
+        """Results cached by `once`."""
         return {}
 
     @property
@@ -177,25 +170,23 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        """Return the root mean square of d over the kept tokens, or over those in `where`, nats."""
+        """Return the root mean square of d over the kept tokens, or those in `where`, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
     @property
     def names(self) -> dict[str, str]:
-        """Pass names, under the keys `a` and `b`."""
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of the kept sequences in pass `a` or `b`, the first if there is a tie; empty if
-        none is recorded."""
+        """Return the most frequent contract of the kept sequences in pass `a` or `b`; empty if none is recorded."""
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
 
 
 def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
-    """Decorate a function of PairData so that its result is cached for each PairData."""
+    """Cache the result of a function for each PairData."""
 
     @wraps(work)
     def known(data: PairData) -> Value:
@@ -208,7 +199,7 @@ def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
 
 
 def declared(contract: Contract, *path: str) -> Any:
-    """Return the value at a nested path in a contract; None if missing."""
+    """Return the value at a nested path in a contract, or None."""
     value: Any = contract
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -216,7 +207,7 @@ def declared(contract: Contract, *path: str) -> Any:
 
 
 def named(contract: Contract, *names: str) -> dict[str, Any]:
-    """Return the settings of a contract whose name, at any depth, is among `names`: name -> value."""
+    """Return the settings of a contract, at any depth, that have one of these names."""
     found: dict[str, Any] = {}
     for name, value in contract.items():
         found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
@@ -231,9 +222,10 @@ in float32 differ by more than float32 rounding, because their kernels round the
 8 billion parameters).
 """
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`: large logits have large errors. In units of
-the standard deviation of the log-odds alone, it is 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
-kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
+"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`, because large logits have large
+errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models of up to
+130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very
+sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
@@ -243,38 +235,38 @@ PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
 _SMALLEST_NATS = 8.0
 """Assumed error of the smallest of evenly spaced probabilities, nats."""
 MAX_EXCESS = 2.5
-"""Largest rms error of a logit that can still be rounding, in multiples of `allowed_noise`. At or below it, `kinds` decides. Of 576
-healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies, 99% stay below
-it and the largest reaches 3.5."""
+"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`; at or below it, `kinds`
+decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random
+policies, 99% stay below it; the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds, nats."""
 FLOOR_NATS = 1e-5
-"""Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+"""Minimum scale assumed for d, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16); maximum distance of a logit difference
-from the grid, in steps: four times the error of a float32 logprob."""
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from the grid
+at which a logit difference counts as on it, in steps: four times the error of a float32 logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """dtypes of one pass: declared by its contract, and inferred from its values; None where unknown."""
+    """dtypes of one pass, declared by its contract or inferred from its values; None where unknown."""
 
     declared: str | None
     logits: str | None
-    """dtype to which the logits were rounded."""
+    """dtype that the logits were rounded to."""
     values: str | None
-    """dtype to which the logprobs themselves were rounded."""
+    """dtype that the logprobs themselves were rounded to."""
     has_tf32: bool = False
     """True if the contract allows TensorFloat-32 in float32 matrix products."""
 
     @property
     def rounded(self) -> str | None:
-        """dtype coarser than float32 to which the logprobs were rounded; None if there is none."""
+        """What the logprobs were rounded to, if coarser than float32; else None."""
         return None if self.values == "float32" else self.values
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype, declared or inferred; None if unknown. Logits in float32 alone do not determine it, because the
+        """Coarsest dtype, declared or inferred; None if unknown. float32 logits alone do not determine it, because the
         layers before the head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
@@ -284,7 +276,6 @@ class Precision:
 
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
-    """Return the precision of pass a and of pass b."""
     first, second = context_pairs(data)
     recorded = data.sample.settings["temperature"]
     is_known = bool(np.isfinite(recorded).any())
@@ -304,7 +295,7 @@ def coarsest(data: PairData) -> dict[str, str | None]:
 
 
 def dtype_of(contract: Contract) -> str | None:
-    """Return the torch name of the dtype in which a pass was computed; None if the contract does not name one."""
+    """Return the torch name of the dtype that a pass was computed in; None if the contract names none."""
     if (dtype := engine_dtype(contract)) is not None:
         return dtype
     if (built := declared(contract, "model", "built_in")) is not None:
@@ -320,11 +311,10 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, or
-    `steps of` some size; None if too few are informative.
+    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, or `steps
+    of` some size; None if too few are informative.
 
-    If 95% of the values fit both a float and a grid, the float is returned unless the grid has less than half as many
-    values.
+    If 95% of the values fit both a float and a grid, the float wins unless the grid has less than half as many values.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -349,7 +339,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 
 
 def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
-    """Return grid steps to try, by name: decimals, and the common divisor of values that occur more than once."""
+    """Return grid steps to try, by name: decimals, and the common divisor of the values that repeat."""
     steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
     least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
     if least > 1e-4:
@@ -369,9 +359,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation and, if
-    most tokens are probable, their mean, added in quadrature.
-    """
+    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation,
+    and if most tokens are probable their mean, added in quadrature."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
@@ -385,7 +374,7 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
+    """Return the error [K] in d from rounding of the recorded logprobs, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.rounded is not None:
@@ -394,7 +383,7 @@ def value_rounding(data: PairData) -> np.ndarray:
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return half of the distance between neighbouring values, [K], at a precision named by `value_precision`."""
+    """Return half the distance between neighbouring values, [K], at a precision named by `value_precision`."""
     if precision in HALF_ULP:
         exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT.get(precision, -126))
         return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
@@ -414,14 +403,13 @@ def logit_error(data: PairData) -> np.ndarray:
 
 @once
 def levels(data: PairData) -> np.ndarray:
-    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
+    """Return log(logit error + a quarter of its median), [K]."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def level(data: PairData) -> float:
-    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest hundredth
-    clipped."""
+    """Return sqrt(sum d^2 / sum (1 - p)^2), nats: the rms change of the logits that explains d, clipped at 99%."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     if not len(noise):
@@ -431,9 +419,9 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the dtype to which logits were rounded, from differences of logprobs in one context; None if there are too few.
+    """Return the dtype of the logits from differences of logprobs in one context; None if there are too few.
 
-    In one context, the logprobs of two tokens differ by the difference of their logits. Logits above 1 in bfloat16 are
+    In one context, the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are
     multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
     spacing.
     """

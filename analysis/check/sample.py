@@ -1,4 +1,4 @@
-"""The data that a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
+"""What a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
 
 Shapes: N sampled tokens in S sequences, concatenated.
 """
@@ -27,46 +27,41 @@ from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_
 MAX_SAMPLED_STEPS = 16
 """Maximum number of steps whose tokens are read: enough to tell a level from a trend, few enough to take seconds."""
 MIN_SAMPLED_STEPS = 2
-"""Minimum number of steps whose tokens are read, even if they exceed MAX_READ_TOKENS: two neighbouring steps."""
+"""Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
-"""Approximate maximum number of tokens read from disk. Only whole steps are read, so the actual number may be
-larger."""
+"""Approximate limit on the tokens read from disk. Steps are read whole, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens inspected individually. A fault in 0.1% of the tokens still affects 100 of these."""
+"""Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
 UNSAMPLED_NATS = -3.0
-"""logprob + entropy, nats, below which a token counts as unlikely. Of the tokens sampled from a flat-tailed
-model, 5% are below it."""
+"""A token is unlikely if logprob + entropy is below this, nats. In a flat-tailed model, 5% of the samples are."""
 MIN_UNSAMPLED_RUN = 4
-"""Consecutive unlikely tokens were probably not sampled if there are at least this many. In healthy runs, fewer than 2% of
-the sequences contain as many."""
+"""This many unlikely tokens in a row were probably not sampled; in healthy runs, under 2% of the sequences have them.
+"""
 _SUMS = (*COUNTS, *OF_DIFFERENCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and of quantities derived from d; see schemas.sums.
-
-    Shapes: R sequences.
-    """
+    """Sums of d and of quantities derived from d, for R sequences; see schemas.sums."""
 
     steps: np.ndarray
     """[R] step of each sequence."""
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R] values; 0 for sequences without a finite logprob in both passes."""
+    """Name of a sum -> [R]; 0 for sequences without a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with a finite logprob in both passes."""
+        """Tokens with a finite logprob in both passes."""
         return int(self.columns["num_tokens"].sum())
 
     @property
     def num_not_finite(self) -> int:
-        """Number of tokens whose logprob is NaN or infinite in either pass."""
+        """Tokens whose logprob is NaN or infinite in either pass."""
         return int(self.columns["num_nan"].sum() + self.columns["num_inf"].sum())
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d, nats. The result does not depend on the order of sequences."""
+        """Root mean square of d, nats; independent of the order of the sequences."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
 
     @property
@@ -80,8 +75,7 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """Return the sums stored in the trace, or compute them from the tokens. On a cluster, the computed sums are stored
-    first."""
+    """Read the sums stored in the trace, or compute them from the tokens. A cluster computes and stores them first."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     has_mask = sequence_columns(database).mask
@@ -95,7 +89,7 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
         ).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:
-        # Without a mask no other table needs to be read.
+        # Without a mask, no other table is needed.
         passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
         query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
         parts = []
@@ -108,8 +102,6 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
 
 
 def _sums_of_rows(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
-    """Return for each sequence its step, its length, and its sums over the tokens with finite logprobs in both
-    passes."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     sums = pair_sums(finite(tokens), _SUMS)
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
@@ -120,7 +112,7 @@ def _sums_of_rows(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
 
 @dataclass(kw_only=True)
 class PassSample:
-    """Values from one pass at the sampled tokens."""
+    """One pass at the sampled tokens."""
 
     name: str
     logprobs: np.ndarray
@@ -138,12 +130,12 @@ class PassSample:
     forward_row: np.ndarray
     """[S] index of each sequence in its forward pass; NaN where unknown."""
     pad_left: np.ndarray
-    """[S] number of padding tokens before each prompt in its forward pass; NaN where unknown."""
+    """[S] padding tokens before each prompt in its forward pass; NaN where unknown."""
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """Sampled tokens from some of a trace's steps, with values from two passes."""
+    """Tokens from a sample of steps, with the values of two passes."""
 
     a: PassSample
     b: PassSample
@@ -152,21 +144,21 @@ class Sample:
     mask: np.ndarray
     """[N] bool: True where the token counts in the loss."""
     starts: np.ndarray
-    """[S + 1] offset of each sequence's first token, and finally N."""
+    """[S + 1] offset of each sequence's first token, then N."""
     steps: np.ndarray
-    """[S] step of each sequence."""
+    """[S]"""
     seq_ids: list[str]
     group_ids: list[str | None]
     prompts: list[list[int] | None]
-    """[S] token ids of each sequence's prompt; None where unknown."""
+    """[S] token ids of each prompt; None where unknown."""
     versions: np.ma.MaskedArray
     """[S] int64, policy version of the weights that sampled each sequence; masked where unknown."""
     settings: dict[str, np.ndarray]
-    """Name of a sampling setting -> [S] value for each sequence, NaN where unknown."""
+    """Name of a sampling setting -> [S] values, NaN where unknown."""
     outcomes: dict[str, np.ndarray]
-    """`reward` and `advantage` -> [S] value for each sequence, NaN where unknown."""
+    """`reward` and `advantage` -> [S] values, NaN where unknown."""
     finish_reasons: list[str | None]
-    """[S] why sampling of each sequence ended; None where unknown."""
+    """[S] why sampling ended; None where unknown."""
 
     @cached_property
     def num_sequences(self) -> int:
@@ -174,7 +166,7 @@ class Sample:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] number of response tokens in each sequence."""
+        """[S] number of response tokens."""
         return np.diff(self.starts)
 
     @cached_property
@@ -184,23 +176,23 @@ class Sample:
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[N] position of each token in its response, starting at 0."""
+        """[N] position in the response, from 0."""
         return np.asarray(np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths))
 
     @cached_property
     def previous(self) -> np.ndarray:
-        """[N] int64 id of the token before each token in its response; -1 for the first."""
+        """[N] int64 id of the token before, in the same response; -1 for the first."""
         before = np.concatenate([[-1], self.tokens[:-1].astype(np.int64)])
         return np.where(self.position > 0, before, -1)
 
     @cached_property
     def bigrams(self) -> np.ndarray:
-        """[N] int64: one value for each pair of a token and the token before it."""
+        """[N] int64 that identifies each token together with the one before it."""
         return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
 
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
-        """[S] number of prompt tokens in each sequence; 0 where unknown."""
+        """[S] number of prompt tokens; 0 where unknown."""
         return np.array([0 if prompt is None else len(prompt) for prompt in self.prompts])
 
     @cached_property
@@ -217,12 +209,12 @@ class Sample:
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and of the response tokens before each token."""
+        """[N] hash of the prompt and the response tokens before each token."""
         return self._keys[0]
 
     @property
     def token_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and of the response tokens up to and including each token."""
+        """[N] hash of the prompt and the response tokens up to and including each token."""
         return self._keys[1]
 
     @cached_property
@@ -243,13 +235,13 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return [N] the length of the run of equal flags, within one sequence, that each token belongs to."""
+    """Return the length of each token's run of equal flags within its sequence, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
-    """Read tokens from pairs of consecutive steps spread over a run, and from its worst steps."""
+    """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
     query = token_query(
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
@@ -282,7 +274,7 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
 
 
 def _within(table: pa.Table) -> pa.Table:
-    """Return the first rows in every step, with at most MAX_SAMPLED_TOKENS tokens in total."""
+    """Keep the first rows of every step, at most MAX_SAMPLED_TOKENS tokens in all."""
     tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
@@ -321,12 +313,10 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
-    """Convert a column to int64, masked where NULL."""
     # Python scalars in Arrow would import pandas.
     known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
     return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
-    """Convert a column to float64, NaN where NULL."""
     return array_of(values.cast(pa.float64()))

@@ -41,7 +41,6 @@ BROKEN: Mapping[str | None, str] = {
 
 
 def note_texts(result: CheckResult) -> list[str]:
-    """Return the notes of a check as sentences."""
     again = [
         f"{'step' if steps[0][0] == steps[-1][1] else 'steps'} {steps_text(steps)} of attempt {attempt.attempt}"
         for attempt in result.attempts
@@ -94,7 +93,7 @@ def _data_text(finding: DataFinding) -> str:
 
 
 def checked_json(result: CheckResult) -> dict[str, Any]:
-    """Return a check result as JSON: codes, all numbers, and the sentences rendered from them."""
+    """Return a check as JSON: codes, all numbers, and the sentences rendered from them."""
     findings = [
         {name: value for name, value in asdict(each).items() if name != "tokens"}
         | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}

@@ -1,7 +1,8 @@
 """Where a mismatch is: the shortest description of the tokens that are off.
 
-A description splits the tokens by one feature: a setting of their sequence, a position, a token id. Its evidence is the
-gain in log likelihood, nats, of a separate level of mismatch in each part, minus the cost of naming the description.
+A description splits the tokens by one feature, such as a setting of their sequence, a position or a token id. Its
+evidence is the gain in log likelihood, nats, from giving each part its own level of mismatch, minus the cost of naming
+the description.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,16 +23,15 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio between the mean mismatches of the two parts. In healthy runs it varies by less than a factor of 2
-between lengths, prompts or positions."""
+"""Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, nats: with the number of descriptions tried, chance reaches 10."""
+"""Minimum evidence for a description, nats. Among as many descriptions as are tried, chance reaches 10."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences, or tokens, on both sides of a threshold."""
+"""Minimum number of sequences, or tokens, on each side of a threshold."""
 MAX_COVERED = 0.95
-"""Maximum share of the tokens that a set of values may cover: a mismatch at nearly all tokens is not concentrated."""
+"""Maximum share of the tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
-"""Minimum number of tokens off, and of distances between them, to detect a period."""
+"""Minimum number of tokens that are off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
@@ -42,34 +42,32 @@ TRIGGER_SLACK = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """One description of the tokens that are off."""
+    """A description of the tokens that are off."""
 
     feature: str
-    """Name of the feature: a key in FEATURES."""
+    """A key of FEATURES, or a feature with a number or a side in its name."""
     kind: Kind
     """`from` or `before` a value, `one_of` some values, or `is` for a yes-or-no feature."""
     values: tuple[Any, ...]
-    """The threshold, or the values of the feature; empty for `is`."""
+    """The threshold, or the values; empty for `is`."""
     inside: np.ndarray
-    """[K] bool: the tokens described."""
+    """[K] bool: tokens that fit the description."""
     gain: float
     """Evidence for the description, nats."""
     ratio: float
-    """Ratio of the mean mismatch inside to that outside."""
+    """Mean mismatch inside over that outside."""
     mean_ratio: float
-    """The same ratio of arithmetic means, in which bit-identical tokens count little."""
+    """The same for arithmetic means, in which bit-identical tokens count little."""
     level_outside: float
     """Median logit error outside, nats."""
 
     @property
     def values_text(self) -> str:
-        """The first five values, as text."""
         shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in self.values[:5]]
         return ", ".join(shown) + (", ..." if len(self.values) > 5 else "")
 
     @property
     def numbers(self) -> dict[str, str]:
-        """The description as the codes and numbers of a finding."""
         return {"feature": self.feature, "kind": self.kind, "values": self.values_text}
 
 
@@ -101,7 +99,7 @@ FEATURES = {
     "shorter_prompt_of_step": "a prompt shorter than the longest in the step",
     "shorter_total_of_step": "a row shorter than the longest in the step",
 }
-"""Name of a feature -> phrase; features with a number in their name are in `where_text`."""
+"""Feature -> phrase. `where_text` handles features with a number in their name."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
@@ -131,7 +129,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 @once
 def places(data: PairData) -> list[Where]:
-    """Return the supported descriptions of where the mismatch is large, best first."""
+    """Return the descriptions of where the mismatch is large, best first."""
     noise, level = logit_error(data), levels(data)
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
@@ -192,9 +190,7 @@ def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. `values` and `level` belong to the sequences `rows`, or to the kept tokens if
-    `rows` is None.
-    """
+    """Return the best split by a feature. `values` and `level` are per sequence of `rows`, or per token if None."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -236,9 +232,9 @@ def _split(
 def _best(
     counts: np.ndarray, sums: np.ndarray, level: np.ndarray, known: np.ndarray, name: str
 ) -> tuple[float, Kind, np.ndarray] | None:
-    """Return the best split as (gain, kind, indices of the values inside); None if there is none.
+    """Return the best split as (gain, kind, indices of the values inside), or None.
 
-    `counts` and `sums`, [V], are the number of units (sequences or tokens) with each of the V values and the sum of
+    `counts` and `sums`, [V], hold the number of units (sequences or tokens) with each of the V values and the sum of
     their levels; `level` holds the levels of all units.
     """
     num = len(level)
@@ -278,7 +274,7 @@ def _best(
 
 
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
-    """Return the features of sequences: name -> [S] values."""
+    """Return feature -> its value for each sequence, [S]."""
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
     columns: dict[str, np.ndarray] = {
@@ -308,7 +304,7 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def token_columns(data: PairData) -> dict[str, np.ndarray]:
-    """Return the features of the kept tokens: name -> [K] values."""
+    """Return feature -> its value for each kept token, [K]."""
     sample, position = data.sample, data.position
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
@@ -340,7 +336,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between successive tokens that are off in a row, if it is nearly always the same; else None."""
+    """Return the distance between successive tokens that are off in a row, if it is nearly always the same."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
@@ -356,7 +352,7 @@ def _period(data: PairData) -> int | None:
 
 
 def later_turn(sample: Sample) -> np.ndarray:
-    """Return an [N] bool mask that is True from the second turn on, i.e. after a masked token that follows a counted one."""
+    """Return [N] bool: True from the second turn on, that is after a masked token that follows a counted one."""
     out = np.zeros(len(sample.tokens), bool)
     for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
         counted = np.cumsum(sample.mask[first:last]) > 0
@@ -365,7 +361,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return the index [S] of each sequence within its step, ordered by the number in its id."""
+    """Return the index of each sequence in its step, [S], ordered by the number in its id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):
@@ -387,7 +383,7 @@ def occurrences(data: PairData, *, prompt: bool = True) -> np.ndarray:
 
 
 def seen_before(sample: Sample) -> np.ndarray:
-    """Return [S] 1 where a sequence's prompt also occurred at an earlier step, 0 where not; NaN if unknown."""
+    """Return 1 where the prompt also occurred at an earlier step, else 0; NaN if unknown, [S]."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
     for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
@@ -397,13 +393,12 @@ def seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the batch [S] of each sequence, by number of rows in a batch, or `step` for all rows of a step. `order`: [S]
-    index of each sequence within its step."""
+    """Return the batch of each sequence, [S], by number of rows per batch; `step` for whole steps."""
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """For each of the S sequences, return the largest of the values, [S], in its batch, [S]."""
+    """Return the largest value in the batch of each sequence, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
@@ -411,7 +406,7 @@ def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
-    """Return the index [S] of each sequence within its group, in the recorded order; NaN without groups."""
+    """Return the index of each sequence in its group, [S], in recorded order; NaN without groups."""
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
     names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
@@ -422,7 +417,7 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
-    """For each of N rows, return the number of earlier rows with the same label, [N]."""
+    """Return the number of earlier rows with the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
@@ -430,8 +425,8 @@ def rank_of(label: np.ndarray) -> np.ndarray:
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the part of the rows, as text and as [S] bool, in which `values`, [S], differ most from the rest; None if the
-    difference may be chance. Only features that are fixed before sampling are tried. NaN: no value."""
+    """Return the part of the rows, as text and as [S] bool, in which `values`, [S], differ most from the rest; None if
+    chance may explain it. Only features fixed before sampling are tried. NaN: no value."""
     there = np.isfinite(values)
     found = []
     for name, column in sequence_columns(sample).items():

@@ -31,20 +31,17 @@ ALL = (
 )  # fmt: skip
 
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
-"""Fault code -> name of the fault. With any of these faults, differences between the passes do not measure numerical
-error."""
+"""Fault code -> name. With any of these faults, differences between the passes do not measure numerical error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
-"""Code of a fault-free verdict -> name of the verdict."""
+"""Code of a fault-free verdict -> name."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Code of the cause of differing weights -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
-recording shows the cause."""
+"""Code of a cause of differing weights, in `numbers["cause"]` if the recording shows it -> name."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
 
 
 def evidence_text(finding: Finding) -> str:
-    """Return the evidence for a finding as a sentence with numbers."""
     text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
     if "rival" in finding.numbers:
         text += f"; {finding.numbers['rival_probability']:.0%} for: {KIND_TITLES[str(finding.numbers['rival'])]}"

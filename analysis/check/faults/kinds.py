@@ -1,4 +1,4 @@
-"""Mismatches that no explanation predicts token by token: their kind or their place; and the verdicts without a fault."""
+"""Mismatches that no explanation predicts token by token, by kind or by place, and the verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2
-"""Minimum probability of the second most probable kind for it to be reported as well."""
+"""Minimum probability for the second most probable kind to be reported as well."""
 MAX_ROUNDING = 0.1
-"""A mismatch no larger than rounding is a fault if its probability of being rounding is below this. With each author left out
-of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it. Of 495 runs by an author
-whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
-"""
+"""A mismatch no larger than rounding is a fault only if its probability of being rounding is below this. With each
+author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it.
+Of 495 runs by an author whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is
+left out at a time."""
 CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, to report which side's weights are behind."""
 CLEAR_FADE = 4.0
 """Minimum decline of the mismatch along responses, in standard errors, that other weights do not cause: with other weights in
 all layers it is at most 2.7 (45 runs)."""
 TAIL_RATIO = 10.0
-"""A token is in the tail if its logit error is more than this many times the median; rounding alone reaches six to eight."""
+"""Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches six to eight."""
 
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
@@ -111,7 +111,7 @@ KINDS: Mapping[str, tuple[Fault, str]] = {
     "prompt": (ROW_CONTEXT, "prompt"), "turns": (ROW_CONTEXT, "turns"), "neighbours": (ROW_CONTEXT, "neighbours"),
     "onset": (ONSET, ""), "sampler": (PENALTY, ""), "values": (UNRELATED, "values"),
 }  # fmt: skip
-"""Fitted kind -> the fault, and the cause, that it is reported as."""
+"""Fitted kind -> the fault and the cause to report."""
 TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
 
@@ -120,13 +120,13 @@ _IMPLIED = {
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
     "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"),
 }  # fmt: skip
-"""Feature that distinguishes the tokens -> the kind and the cause that it implies."""
+"""Feature that sets the tokens apart -> the kind and the cause that it implies."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
-"""Features of places that only locate a mismatch."""
+"""Features that only say where a mismatch is."""
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return an explanation for each place that only describes the context of the mismatch."""
+    """Explain the mismatch by each place that only describes a context; its kind is implied by the place or fitted."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -139,9 +139,7 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, and the next one if it is probable enough.
-    The mismatch is confined to `place`, if given.
-    """
+    """Return the most probable kind of the mismatch, confined to `place` if given, and perhaps the next one."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -157,9 +155,10 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the first step has tokens at a place and elsewhere, and the mismatch is not yet larger at the place.
+    """Return True if the mismatch at the first step is not yet larger at the place than elsewhere.
 
-    Stale weights begin like this; a different context has its effect in the first step already."""
+    Stale weights begin like this; a different context has its effect in the first step already.
+    """
     steps = data.sample.steps[data.seq]
     first = steps == steps.min()
     inside, outside = first & place.inside, first & ~place.inside
@@ -170,16 +169,17 @@ def _begins_later(data: PairData, place: Where) -> bool:
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the probabilities of the reported kinds, rescaled to sum to 1, in the same order."""
+    """Return the probabilities of the kinds in KINDS, in the same order, rescaled to sum to 1."""
     known = {kind: value for kind, value in found.items() if kind in KINDS}
     total = max(sum(known.values()), 1e-12)
     return {kind: value / total for kind, value in known.items()}
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding for the `tokens`, [N] bool, if a place that consists of them implies a cause; else None.
+    """Return the finding that a place implies if the place consists of `tokens`, [N] bool, else None.
 
-    Only padding and packing imply one for values that are not unrelated: prompts may be served by other replicas."""
+    If the values are related, only padding and packing imply one, because prompts may be served by other replicas.
+    """
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
     order = list(_IMPLIED.values())
@@ -195,19 +195,17 @@ def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> F
 
 
 def _splits_steps(data: PairData, place: Where) -> bool:
-    """Return True if a place has only part of the rows of most of its steps."""
     steps = data.sample.steps[data.seq]
     return bool(np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() > 0.5)
 
 
 def _is_alternating(data: PairData, place: Where) -> bool:
-    """Return True if a place is every other row, as served by one of two replicas, and no packing is recorded."""
+    """Return True if the place is every other row, as with two replicas, and no packing is recorded."""
     is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
     return place.feature == "not_first_of_2" and not is_packed
 
 
 def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
-    """Return the fault kind and cause implied by the feature that distinguishes a place; None if it implies none."""
     name = next((name for name in _IMPLIED if place.feature.startswith(name)), None)
     if name is None or _is_alternating(data, place) or _begins_later(data, place):
         return None
@@ -262,7 +260,7 @@ def _next(data: PairData, kind: str) -> Advice:
 
 
 def equal_weights(data: PairData) -> Finding:
-    """Return the finding for a mismatch larger than rounding although the digests of all weights agree."""
+    """The mismatch exceeds rounding although the digests of all weights agree."""
     return COMPUTATION.finding(
         data, "equal_weights", next=commands.triangulate(data, dtype_of(data.contract("a"))), numbers=measured(data)
     )
@@ -278,9 +276,8 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect that, in a mixture of experts, most tokens agree within rounding while a few differ by far more, in either
-    direction. `off`: [K] bool, the tokens that rounding does not explain.
-    """
+    """In a mixture of experts, most tokens agree within rounding, and a few differ by far more, in both directions.
+    `off`: [K] bool, the tokens that rounding does not explain."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -308,7 +305,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
 
 
 def _rounds_routers(data: PairData) -> bool:
-    """Return True if either pass is, or may be, computed in 16 bits, so that the routers receive rounded inputs."""
+    """Return True if either pass may be computed in 16 bits, so that its routers receive rounded inputs."""
     known = [side.coarsest for side in precisions(data)]
     return None in known or any(dtype in HALF_ULP for dtype in known)
 
@@ -359,7 +356,7 @@ SUBSET = Fault(
 
 
 def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Detect that all tokens that are off are at one kind of place."""
+    """All tokens that are off are at the same sort of place in their sequence."""
     found = []
     for place in where:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
@@ -398,7 +395,7 @@ def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Detect an engine, rank, policy version, setting, prompt or range of steps in which the mismatch is concentrated."""
+    """The mismatch is concentrated in one engine, rank, policy version, setting, prompt or range of steps."""
     found = []
     for place in where:
         rows = np.unique(data.seq[place.inside])
@@ -424,12 +421,11 @@ def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _is_id_range(place: Where) -> bool:
-    """Return True if a place consists of all token ids at or above some id, or of all ids below one."""
     return place.feature in ("token_id", "token_before") and place.kind != "one_of"
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """If `rows` contains exactly the sequences from some later step onward, return that step; otherwise None."""
+    """Return the step from which `rows` holds every sequence and before which it holds none, or None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())
@@ -498,7 +494,7 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    """Return the finding for the unexplained tokens `off`, [K] bool, with their place if they share one."""
+    """Return the finding for the tokens `off`, [K] bool, and their place if they share one."""
     size = np.abs(data.d[off])
     worst = int(np.flatnonzero(off)[np.argmax(size)])
     row = int(data.seq[worst])

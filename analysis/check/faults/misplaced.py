@@ -1,7 +1,7 @@
-"""Find values at the wrong tokens. A placement maps each token to the token that has its value; it is judged by the
-mismatch that remains.
+"""Values at the wrong tokens. A placement maps each token to the one that holds its value, and is judged by the
+mismatch it leaves.
 
-Shapes: S sequences (rows), R of them, T tokens in the longest sequence, K kept tokens, W windows of WIDTH consecutive tokens.
+Shapes: S sequences (rows), R of them, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, wher
 CAP_NATS = 3.0
 """Maximum cost of a token when rows are compared, nats, even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d|, nats, for a row to be compared with other rows or positions."""
+"""Minimum mean |d| of a row, nats, for it to be compared with other rows or positions."""
 MIN_SHIFTED = 0.6
-"""Minimum share of the mismatched rows that a shift must realign; rows shifted by most of their length cannot be."""
+"""Minimum share of the mismatched rows that a shift must realign; a row shifted by most of its length cannot be."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of a difference that may remain after a row is shifted or reversed: a wrong shift leaves more than half."""
+"""Maximum share of a difference that a shift or reversal may leave. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
-"""Shifts tried, in tokens; a positive shift means that the values of pass b come later."""
+"""Shifts tried, in tokens. If positive, the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row. It is about the cost of two unrelated tokens, so noise alone
-causes no change."""
+"""Cost, nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 """Lengths, in tokens, of the chunks that may be reversed."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of a difference that may remain after pairing a row with another: a chance match leaves a third."""
+"""Maximum share of a difference that may remain after a row is paired with another. A chance match leaves a third."""
 MAX_PAIRED_ROWS = 64
-"""Maximum number of rows per step that are compared with other rows."""
+"""Maximum number of rows per step for which a partner is searched."""
 CHANCE_TRIALS = 4
 WIDTH = 6
 """Number of consecutive tokens compared at once. Fewer would match by chance; more would miss short blocks."""
@@ -101,7 +100,7 @@ SHIFT = Fault(
         "by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, are those of the {which} token: they differ from that one's by "
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: they differ from its values by "
         "{moved:.2g} nats on average, and from their own by {size:.2g}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} values of {{side}} from a token on (at position {{first_place}} to {{last_place}}): the later values "
         "have moved up, and the row ends with {filler:g}",
@@ -133,7 +132,6 @@ MISPLACED = Fault(
 
 
 def find_placement(data: PairData) -> list[Hypothesis]:
-    """Return the placements that bring the two passes together, each with its finding."""
     generators = (_shifted, _reversed, _rows_paired, _elsewhere, _shifted_after_onset)
     return [found for generate in generators if (found := generate(data)) is not None]
 
@@ -142,14 +140,14 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that pass b (pass a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
+    """Hypothesise that pass b (a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
-    """Detect that nearly all mismatched rows are shifted, by one number of tokens or each by its own."""
+    """Nearly all mismatched rows are shifted, by the same number of tokens or each by its own."""
     index = _index(data)
     before = row_means(_cost(data, index))
     # Rows that already agree would hide a shift that affects only part of the rows.
@@ -191,8 +189,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the shift [R] of pass b, in tokens, that brings each row closest to pass a: one of LAGS, or one at which
-    WIDTH consecutive values in the middle of the row match best."""
+    """Return the shift of pass b, in tokens, that brings each row closest to pass a, [R]: one of LAGS, or one at which
+    WIDTH consecutive values from the middle of the row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -215,8 +213,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return what equals the size of the rows' shifts: `padding` or `place`, and the number of rows in a block, or `step`
-    for all rows of a step; empty if nothing does."""
+    """Name what the sizes of the shifts equal: `padding` or `place`, and the rows per block or `step`; else empty."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -229,7 +226,6 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Detect that the tokens at a place have the value of the token before or after them."""
     found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
     beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
     for place in tried:
@@ -276,14 +272,13 @@ def _reversed(data: PairData) -> Hypothesis | None:
 
 
 def _rows_paired(data: PairData) -> Hypothesis | None:
-    """Detect rows that have the values of other rows from the same or a neighbouring step."""
     a, b = (_at(values, _index(data)) for values in (data.a, data.b))
     own, steps = row_means(_cost(data, _index(data))), data.sample.steps
     rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return [S] the index of another row whose pass b, transformed by `mixed`, matches a row's pass a; -1 if none does."""
+        """Return the row whose pass b, after `mixed`, matches pass a of each row, [S]; -1 if none does."""
         partner = np.full(len(own), -1)
         for step, rows in enumerate(rows_of):
             candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
@@ -317,14 +312,14 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
-    """Detect rows that are shifted after a position that differs by row, where text was retokenised or turns were joined."""
+    """Rows are shifted after a position that differs by row: retokenised text, or turns joined wrongly."""
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
     suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
-    # A row whose first tokens are shifted, too, agrees up to no token.
+    # If the first tokens are shifted, too, there is no part that agrees.
     moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3) & ((lags != 0).argmax(axis=1) >= 2)
     if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
         return None
@@ -368,9 +363,10 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R, T] lag of pass b at each token that minimises the cost per row, and [R] nats saved relative to no lag.
+    """Return the lag of pass b that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
 
-    A change of the lag, or a non-zero one at the start, costs LAG_SWITCH_NATS; a token without a partner, CAP_NATS / 2.
+    Starting at a lag other than 0, or changing it, costs LAG_SWITCH_NATS; a token without a partner costs CAP_NATS /
+    2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -388,7 +384,7 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _elsewhere(data: PairData) -> Hypothesis | None:
-    """Detect runs of values in pass b that match the values of other tokens, anywhere in the sample, in pass a."""
+    """Runs of values in pass b match those of other tokens, anywhere in the sample, in pass a."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
         return None
     away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
@@ -420,7 +416,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return [K] index of the token whose value in pass a matches the one in pass b, -1 if none; None if too few match."""
+    """Return the token whose value in pass a matches that in pass b, [K], or -1; None if too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -461,7 +457,7 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect rows in which the passes scored different text after a token that one of them considers impossible."""
+    """The passes scored different text after a token that one of them considers impossible."""
     index = _index(data)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
@@ -483,19 +479,19 @@ def find_broken(data: PairData) -> list[Hypothesis]:
 
 @once
 def _index(data: PairData) -> np.ndarray:
-    """Return [S, T] index of the kept token at each position; -1 where no token is kept."""
+    """Return the index of the kept token at each position, [S, T]; -1 where no token is kept."""
     index = np.full((data.sample.num_sequences, int(data.sample.lengths.max(initial=0))), -1)
     index[data.seq, data.position] = np.arange(data.num_kept)
     return index
 
 
 def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the values, [K], at an index of kept tokens; NaN where it is -1."""
+    """Return `values`, [K], at an index of kept tokens; NaN where it is -1."""
     return np.where(index >= 0, values[index], np.nan)
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return [R, T] index[t + lag] for one lag, or one per row or token; -1 outside the row."""
+    """Return index[t + lag], [R, T], for one lag or one per row or token; -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 
@@ -506,6 +502,6 @@ def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.nd
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return the mean [R] of the finite costs in each row; NaN for rows without any."""
+    """Return the mean of the finite costs in each row, [R]; NaN without any."""
     count = np.isfinite(costs).sum(axis=1)
     return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)

@@ -1,6 +1,4 @@
-"""Values that no forward pass computed for the sampled token: missing values, constants, copies, and tokens that were not
-sampled at all.
-"""
+"""Values that no forward pass computed for the sampled token: missing, constant or copied, or tokens never sampled."""
 
 from __future__ import annotations
 
@@ -17,24 +15,21 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
-them."""
+"""Minimum share of NULL logprobs for a finding. Fewer mean that a few sequences were cut off, which `stats` counts."""
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
-"""A value is tested if at least this many tokens, and this many different token ids, have it: a placeholder does not
-depend on the token."""
+"""Minimum number of tokens, and of token ids, for a value to be tested: a placeholder occurs at any token."""
 _SHARED_FACTOR = 10
-"""A value is a placeholder if both passes share it in at least this many times as many contexts as nearby values."""
+"""Minimum ratio of contexts that share a placeholder in both passes to contexts that share a nearby value."""
 _REPEATED_FACTOR = 3
-"""A value is a placeholder if one pass alone has it in at least this many times as many contexts as nearby values."""
+"""The same for a placeholder in one pass only."""
 _WINDOW_NATS = 0.05
-"""Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
+"""How far from a constant, in nats, values count as nearby: these show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
 """Minimum number of bitwise-equal logprobs below -1e-3 nats for a row to count as copied."""
 COPIED_BY_CHANCE = 1e-4
-"""Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
-rows."""
+"""Maximum expected number of groups of rows equal by chance, given the share of equal tokens in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -67,7 +62,6 @@ _REASONS = {
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return a phrase that states where logprobs are missing."""
     places = {
         "scattered": "scattered over {num_sequences:,} sequences",
         "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
@@ -115,11 +109,10 @@ EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL, NaN and infinite logprobs. At the end of a sequence they show that it was cut off, elsewhere that
-    values were lost.
+    """NULL, NaN and infinite logprobs: at the end of a sequence a sign of truncation, elsewhere of lost values.
 
-    A NULL counts only if the other pass has a value. NaN and infinities always count, however few, because the logprob
-    of a sampled token is finite. They are also counted in steps that are not inspected individually.
+    A NULL counts only if the other pass has a value. NaN and infinity always count, because the logprob of a sampled
+    token is finite, and are also counted at steps that are not inspected.
     """
     sample = data.sample
     sides = (sample.a, sample.b)
@@ -177,7 +170,7 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return the finding for a loss mask that is shifted by one token, if that explains the missing logprobs."""
+    """Replace a finding of missing logprobs if a loss mask shifted by one token explains it, else return None."""
     sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
     side = names.get(str(finding.numbers.get("side")))
     if side is None:
@@ -198,9 +191,9 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded entropies.
+    """Runs of tokens have a logprob far below the negative entropy in both passes. Requires recorded entropies.
 
-    For sampled tokens, logprob + entropy is 0 on average. After an improbable token the entropy rises, so improbable
+    For sampled tokens, logprob + entropy is 0 on average. The entropy rises after an improbable token, so improbable
     tokens rarely follow one another.
     """
     entropy = data.entropy
@@ -224,7 +217,7 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that one pass repeats where the other pass's logprobs vary."""
+    """One pass repeats a value where the other pass's logprobs vary."""
     found = []
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
@@ -310,7 +303,7 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that both passes share far more often than nearby values."""
+    """Both passes share a value far more often than nearby values."""
     sample, found = data.sample, []
     same = data.keep & (sample.a.logprobs == sample.b.logprobs)
     values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
@@ -333,7 +326,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many of the tokens `where` would share a value like this one without a fault, at least 1."""
+    """Return how many of the tokens `where` would share the value without a fault, at least 1."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter makes tokens certain, and the entropy may be that of all
         # tokens.
@@ -351,13 +344,13 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
 
 
 def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    """Return the 0.9 quantile, at least 1, of how often each value within `width` nats of `value` occurs at the tokens, [N] bool."""
+    """Return the 0.9 quantile, at least 1, of how often values within `width` nats of `value` occur at `tokens`."""
     _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """Detect a pass with the same value at all tokens in a sequence, such as their mean or sum, while the other pass varies."""
+    """One pass has one value, such as a mean or a sum, at all tokens of a sequence; the other pass varies."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
         spread = _spreads(data, values)
         asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)
@@ -377,7 +370,7 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
 
 
 def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for those with fewer than three."""
+    """Return the standard deviation of `values`, [K], in each sequence, [S]; NaN for fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
@@ -385,7 +378,7 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect that all compared tokens are bitwise equal in both passes, or that whole sequences are although the dtypes differ.
+    """All compared tokens are bitwise equal, or those of whole sequences are despite different dtypes.
 
     With the same dtype, both passes can compute the same bits for some sequences, such as those without padding.
     """
@@ -425,7 +418,6 @@ def find_equal(data: PairData) -> list[Finding]:
 
 
 def _copied_since(data: PairData) -> list[Finding]:
-    """Detect that the passes begin to be bitwise equal at some step, without a change of contract."""
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
     equal = np.array([not data.d[steps == step].any() for step in known])
@@ -454,8 +446,7 @@ def _copied_since(data: PairData) -> list[Finding]:
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """Return the differing contract settings that rule out equal bits, under the keys `engine_a`, `engine_b`,
-    `dtype_a`, `dtype_b`."""
+    """Return the settings that rule out equal bits, if they differ: `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
     sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
     # With the same dtype, the engine `exact` gives the same bits as another engine.

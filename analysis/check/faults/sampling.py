@@ -1,8 +1,8 @@
-"""Logits that one side changes before normalising them: a temperature, a filter that leaves tokens out, a penalty or a bias.
+"""Logits that one side changes before it normalises them: a temperature, a token filter, a penalty or a bias.
 
-In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The functions
-below differ in c: it is proportional to the logit (temperature), 0 for every sampled token (filters, padding), or a fixed
-size for some tokens (penalties, biases).
+In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The
+functions below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or
+a fixed size for some tokens (penalties, biases).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -114,7 +114,7 @@ PENALTY = Fault(
         "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages "
         "to {mean:.3g} nats ({mean_rest:.2g} in the others): these were sampled at another temperature or with a filter",
         "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
-        "temperature, filter or penalty that neither pass has, or both passes are in another unit{recorded_text}",
+        "temperature, filter or penalty that neither pass has, or both passes are in a different unit{recorded_text}",
     },
     words={
         "repeated": _recorded_penalty,
@@ -134,19 +134,17 @@ PENALTY = Fault(
 # --- A factor on the logits
 
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain, whichever side is taken as the reference.
-Other faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one
-side.
-"""
+"""Minimum share of the mismatch that one factor on the logits must explain, whichever side is the reference. Other
+faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
 MIN_SHIFT = 0.004
-"""Minimum |log T| for a temperature T to be reported: rounding to bfloat16 changes the scale of logits by less."""
+"""Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less."""
 MAX_TEMPERATURE = 20.0
-"""Largest fitted value accepted as a temperature."""
+"""Maximum fitted temperature."""
 MIN_PART = 100
-"""Minimum number of tokens with one recorded temperature to fit a factor to them."""
+"""Minimum number of tokens with one recorded temperature for a fit."""
 _MODEL_ERROR = 0.05
-"""Error of a fitted log T, relative to log T. The fits assume that log-odds scale linearly, which is exact for two
-possible tokens and approximate for more."""
+"""Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact for two possible
+tokens and approximate for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +155,20 @@ class ScaleFit:
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """`lowest` to `highest` is the range of the scale fitted from either side, widened by two standard errors."""
+    """`lowest` to `highest`: range of the scale fitted from either side, widened by two standard errors."""
     r2: float
-    """Share of the variance of d explained by the scale; the smaller of the two sides' values."""
+    """Share of the variance of d that the scale explains; the smaller of the two sides' values."""
     score: float
-    """Distance between the scale and 1, in standard errors."""
+    """Distance of the scale from 1, in standard errors."""
     residual: np.ndarray
     """[K] part of d that the scale does not explain, nats; NaN where it predicts nothing."""
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy if
-    entropies are recorded, and to the log-odds; tokens that share a context determine it exactly.
+    """One pass's logits are the other's times a factor.
+
+    The factor is fitted to logprob + entropy if entropies are recorded, and to the log-odds. Tokens that share a
+    context determine it exactly.
     """
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
@@ -181,7 +181,6 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
 
 
 def _by_setting(data: PairData) -> list[Hypothesis]:
-    """Detect that only one side applies the temperatures recorded for its rows: the factor on the logits follows them."""
     settings = data.sample.settings["temperature"][data.seq]
     residual, logs = data.d.copy(), []
     known = np.unique(settings[np.isfinite(settings) & (settings > 0)])
@@ -210,7 +209,6 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scales(data: PairData) -> list[ScaleFit]:
-    """Return the fitted scales that are far from 1, significantly so, and explain enough of d."""
     fits = []
     for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
         if (recorded := getattr(data.sample, side).entropy) is not None:
@@ -236,7 +234,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square. `weight` is d / off."""
+    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square; `weight` is
+    d / off."""
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
@@ -269,9 +268,10 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error, and its logarithm (NaN if differences are not proportional); None if too few.
+    """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if too few tokens.
 
-    They come from differences between tokens of one context, in which the normaliser cancels."""
+    Differences between tokens of one context are used, in which the normaliser cancels.
+    """
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
     known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
@@ -314,8 +314,6 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
 
 
 def _temperatures(data: PairData) -> dict[str, float | str]:
-    """Return the recorded temperatures, under the keys `recorded_a`, `recorded_b` and `recorded_sampling`, and
-    `logprobs_mode`."""
     settings = data.sample.settings["temperature"]
     named = {
         "recorded_a": declared(data.contract("a"), "temperature"),
@@ -328,8 +326,6 @@ def _temperatures(data: PairData) -> dict[str, float | str]:
 
 
 def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Advice:
-    """Return a command that replays at the temperature; if the trace has no weights, a query for the scale of the
-    log-odds per step."""
     if data.has_weights:
         return commands.replay(data, f"--temperature {temperature:.3g}", "temperature")
     if has_contexts:
@@ -345,19 +341,18 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this logprob, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
+"""Values below this, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
 
 
 MIN_ONE_SIDED = 0.6
-"""Minimum |mean d| / mean |d| for a mismatch to count as one-sided: the ratio is 1 if all d have one sign, 0 if they cancel
-out."""
+"""Minimum |mean d| / mean |d| of a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
 MAX_MINOR_SHARE = 0.05
-"""Maximum share of the larger differences that may have the opposite sign; for rounding it is one half."""
+"""Maximum share of the larger differences with the opposite sign. For rounding it is one half."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
-    """Detect that nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is
-    then the probability mass that both passes share.
+    """Nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is then the
+    probability mass that both passes share.
 
     A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens are off by
     far more, one side computes them wrongly.
@@ -414,8 +409,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
-    """Return the explanation that one side's logprobs are mixed with the mean over the vocabulary, as label smoothing does
-    in a loss: logprob' = (1 - s) logprob + s mean. Likely tokens are then lowered most; lost mass lowers them least."""
+    """Explain d by label smoothing, logprob' = (1 - s) logprob + s mean, the mean being over the vocabulary. It lowers
+    likely tokens most; lost mass lowers them least."""
     values, others = getattr(data, lowered), getattr(data, raised)
     slope, mean = np.polyfit(others, values - others, 1)
     finding = SMOOTHED.finding(
@@ -426,8 +421,7 @@ def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if the recording names a filter that may keep this mass; a recorded top-p must be consistent with
-    it."""
+    """Return True if a recorded filter may keep this mass. A recorded top-p must be consistent with it."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
@@ -435,7 +429,7 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
 
 
 def recorded_filter(data: PairData) -> str:
-    """Return the recorded top-p, top-k and min-p that leave out tokens, as text; empty if there are none."""
+    """Return the recorded top-p, top-k and min-p that leave out tokens, as text."""
     said = []
     for name in ("top_p", "top_k", "min_p"):
         values = data.sample.settings[name]
@@ -448,7 +442,7 @@ def recorded_filter(data: PairData) -> str:
 def _is_cut(data: PairData, raised: str) -> bool:
     """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
 
-    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only the
+    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
     kept tokens. If the distribution has a flat tail, every nucleus has the same mass; a token alone in its nucleus has
     logprob 0.
     """
@@ -472,10 +466,10 @@ def _is_cut(data: PairData, raised: str) -> bool:
 
 
 def find_grammar(data: PairData) -> list[Hypothesis]:
-    """Return a finding for each pass that used a grammar while the other did not.
+    """One pass used a grammar while the other did not.
 
     The contract must name the grammar, and the values must confirm it: renormalising over fewer tokens raises every
-    logprob, so lower values are evidence against a grammar.
+    logprob, so lower values count against it.
     """
     named = {name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True}
     under = {side: np.isin(np.array(getattr(data.sample, side).contracts, str), sorted(named)) for side in "ab"}
@@ -619,7 +613,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Detect that d differs between tokens of one context either by 0 or by a size that is the same in all contexts."""
+    """Between tokens of one context, d differs either by 0 or by the same size in all contexts."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
@@ -640,8 +634,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect that the passes agree but the tokens of the run, or of some of its rows, were sampled from another
-    distribution."""
+    """The passes agree, but the tokens of the run or of some rows were sampled from another distribution."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:
@@ -664,7 +657,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         }  # fmt: skip
     elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
         return []  # entropies in bits, as the checks of the data report
-    # Samples more likely than their distribution says are a fault only if the recording rules out a filter and a temperature.
+    # Samples that are too likely are a fault only if the recording rules out a filter and a temperature.
     elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
         signal = "sampled_elsewhere"
     else:
@@ -674,14 +667,12 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
 
 
 def _is_plain(data: PairData) -> bool:
-    """Return True if the recording says that all tokens were sampled at temperature 1 without a filter."""
     plain = {"temperature": 1.0, "top_p": 1.0}
     is_plain = all(np.all(data.sample.settings[name] == value) for name, value in plain.items())
     return bool(is_plain and not recorded_filter(data))
 
 
 def recorded_penalty(data: PairData) -> float | None:
-    """Return the recorded repetition penalty if it is not 1."""
     values = data.sample.settings["repetition_penalty"]
     other = values[np.isfinite(values) & (values != 1.0) & (values > 0)]
     return float(np.median(other)) if len(other) else None

@@ -1,5 +1,4 @@
-"""Values that are not the logprobs of the sampled tokens: they have another unit or a lower precision, are another
-quantity, or belong to other tokens.
+"""Values that are not the logprobs of the sampled tokens: in another unit or precision, or of something else.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -28,13 +27,13 @@ from ..pair_data import (
 )
 
 MAX_LOGPROB = 1e-4
-"""Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
+"""Maximum value of a logprob, nats: rounding in a float32 softmax can give up to 1e-6."""
 _FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
 """Unit -> factor by which logprobs in nats are multiplied."""
 _PROBABILITIES = {
     (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
 }  # fmt: skip
-"""(offset, factor) that give the recorded values from probabilities -> unit."""
+"""(offset, factor) that turn probabilities into the recorded values -> unit."""
 _NAMES = {
     "log2": "logarithms of base 2",
     "log10": "logarithms of base 10",
@@ -55,11 +54,11 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""One side's values are a function of the other side's if conversion leaves at most this share of the typical |d| and of the
-variation of d and of the logprobs: for a known unit, and for a fitted function."""
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion may leave: for a
+known unit, and for a fitted function."""
 
 MIN_MONOTONE = 0.98
-"""Minimum rank correlation for a function that is no known unit."""
+"""Minimum rank correlation for a function that is not a known unit."""
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
@@ -140,12 +139,11 @@ UNRELATED = Fault(
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Two passes belong to different tokens or models if their logprobs correlate less than this. With rounding, different
-weights or a different temperature, the correlation stays above 0.8; for unrelated values it is 0."""
+"""Minimum correlation between passes that scored the same tokens with similar models. With rounding, different weights
+or another temperature it stays above 0.8; for unrelated values it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
-    """Detect values above 0 in either pass."""
     found = []
     for side in "ab":
         own = getattr(data.sample, side)
@@ -167,8 +165,7 @@ def find_positive(data: PairData) -> list[Hypothesis]:
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
-    """Detect that one side's values are a function of the other side's values, in all sequences or in those that
-    differ."""
+    """One side's values are a function of the other's, in all sequences or in those that differ."""
     found = [each for side in "ab" for each in _functions(data, side)]
     _, rows = exact_rows(data)
     if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
@@ -181,7 +178,7 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
-    """Return the functions that map the other side's logprobs to the values of a side, known units first."""
+    """Return the functions that map the other side's logprobs to this side's values, known units first."""
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
@@ -209,8 +206,8 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
 
 @once
 def _wrong_sides(data: PairData) -> str:
-    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens: those of one context have
-    probabilities that add up to more than 1, or the side's logprob + entropy is not 0 on average and the other's is."""
+    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens: probabilities within
+    one context add up to more than 1, or logprob + entropy averages to 0 only on the other side."""
     context = np.unique(
         np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
     )[1]
@@ -275,9 +272,10 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p with relative errors of p, ignoring the worst tenth of the tokens.
+    """Fit values = offset + factor * p with relative errors of p, without the worst tenth of the tokens.
 
-    Return the fit, and the fit rounded to integers (NaN if it is not within 0.01 of them)."""
+    Return the fit, and the fit rounded to integers (NaN if it is not within 0.01 of them).
+    """
     weight = 1 / np.maximum(p, 1e-4)
     design, target = np.stack([weight, p * weight], axis=1), values * weight
     keep = np.ones(len(p), bool)
@@ -291,9 +289,10 @@ def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Map each value of a side to the other side's logprobs, [K]; NaN if the relation is not monotone.
+    """Map this side's values to the other side's logprobs, [K]; NaN if the relation is not monotone.
 
-    Values are interpolated between the nearest ones that belong to a different pair of token and previous token."""
+    Each value is interpolated between the nearest ones that belong to a different pair of token and previous token.
+    """
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -329,12 +328,12 @@ def _typical(d: np.ndarray) -> float:
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the recorded values must explain if their computation is unknown. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
-"""
+"""Minimum share of the mismatch that rounding of the values must explain if it is unknown how they were computed: a
+pass computed entirely in 16 bits naturally has 16-bit logprobs."""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:
-    """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
+    """Logprobs are rounded, or logits are although the contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
         numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
@@ -360,7 +359,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
-    """Detect that |d| piles up at its largest value: one side was clamped to within a fixed distance of the other."""
+    """|d| piles up at its maximum: one side was clamped to within a fixed distance of the other."""
     if any(side.rounded is not None for side in precisions(data)):
         return []  # on a grid, many differences are equal
     size = np.abs(data.d)
@@ -381,8 +380,7 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
-    """Detect a pass that holds a value of the distribution, such as its negative entropy or its largest logprob, instead of
-    the logprobs of the sampled tokens."""
+    """One pass holds a value of the distribution, such as its negative entropy or its largest logprob."""
     return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
 
 
@@ -414,12 +412,11 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` are consistent with the logprobs of the most probable tokens, and `others` with those of
-    the sampled ones.
+    """Return True if `values` could be those of the most probable tokens, and `others` of the sampled ones.
 
-    `values` are then never below `others`, and equal where the sampled token is the most probable one. Elsewhere the
-    two probabilities belong to different tokens, so their sum is at most 1. Renormalised logprobs, by contrast, are
-    slightly higher at all tokens.
+    `values` are then never below `others`, and equal where the most probable token was sampled. Elsewhere the two
+    probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, by contrast, are slightly
+    higher at all tokens.
     """
     if len(values) < 30:
         return False
@@ -434,7 +431,6 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
 
 
 def find_unrelated(data: PairData) -> list[Hypothesis]:
-    """Detect that the values in the two passes are uncorrelated."""
     if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
@@ -470,9 +466,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation between the passes within token ids; None if too few ids repeat, or if their values vary
-    no more than rounding.
-    """
+    """Return the rank correlation of the passes within token ids; None if too few repeat or vary beyond rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
@@ -488,8 +482,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect that the tokens `off`, [K] bool, hold values of other tokens: these are uncorrelated with the other pass, above it
-    as often as below, and spread like all values."""
+    """The tokens `off`, [K] bool, hold values of other tokens: uncorrelated with the other pass, above it as often as
+    below, and spread like all values."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -1,4 +1,4 @@
-"""Weights that differ between trainer and engine, according to the recording or to a mismatch that grows with the updates."""
+"""Weights that differ between trainer and engine, according to the recording or a mismatch that grows with updates."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Weights were left behind if the mismatch in the selected steps is at least this many times that at the first step."""
+"""Minimum growth of the mismatch since the run's first step for weights to have been left behind."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and absolute, for the scoring to
-have followed the update."""
+"""Minimum correlation of a sequence's mismatch and advantage, in standard errors and absolute, to report that the
+scoring followed the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
-"""Names of the contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
+"""Contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
 def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return a phrase that says what the engine holds instead of the trainer's tensor."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
         text = f"the engine's {tensor} is the trainer's tensor without its adapter, at version {numbers['trainer_version']}"
@@ -81,7 +80,6 @@ WEIGHTS = Fault(
 
 
 def find_declared(data: PairData) -> list[Finding]:
-    """Detect weights that differ according to the recorded policy versions or contracts."""
     return _versions(data) + _quantisation(data)
 
 
@@ -117,18 +115,15 @@ def _quantisation(data: PairData) -> list[Finding]:
 
 
 def _quantised(contract: Contract) -> dict[str, str]:
-    """Return name -> value of each setting that declares quantised weights or a quantised KV cache."""
     values = {name: str(value) for name, value in named(contract, *_QUANTISED).items() if value}
     return {name: value for name, value in values.items() if value not in _NOT_QUANTISED}
 
 
 def declared_precision(contract: Contract) -> tuple[str, ...]:
-    """Return the dtype and the quantisation that a contract declares."""
     return str(dtype_of(contract)), *sorted(_quantised(contract).values())
 
 
 def find_adapter(data: PairData) -> list[Finding]:
-    """Detect that only one side has an adapter, according to the contracts."""
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
     if len(adapters) != 1:
         return []
@@ -141,9 +136,11 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 
 def find_after_update(data: PairData) -> list[Finding]:
-    """Detect that the mismatch of a sequence follows its own advantage: one side was scored after the update on it.
+    """The mismatch of a sequence follows its own advantage: one side was scored after the update on it.
 
-    An update raises the logprobs of sequences with a positive advantage; stale weights follow other sequences' advantages."""
+    An update raises the logprobs of sequences with a positive advantage; stale weights follow other sequences'
+    advantages.
+    """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
         return []
@@ -169,7 +166,7 @@ def find_after_update(data: PairData) -> list[Finding]:
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
-    """Detect that the mismatch is larger than rounding in the selected steps and was far smaller at the run's first step."""
+    """The mismatch exceeds rounding in the selected steps and was far smaller at the run's first step."""
     if data.first is None or data.rms() < CLEAR_GROWTH * data.first[1] or level(data) < allowed_noise(data):
         return []
     known: dict[str, Number] = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
@@ -177,7 +174,6 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 
 
 def measured(data: PairData) -> dict[str, Number]:
-    """Return the size of the mismatch and of rounding, and what the mismatch depends on."""
     effect, score = token_effect(data)
     return {
         "level": level(data), "allowed": allowed_noise(data), "token_effect": effect, "token_score": score,
@@ -186,7 +182,7 @@ def measured(data: PairData) -> dict[str, Number]:
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
-    """Return one finding for each kind of difference between engine and trainer weights that the digests show."""
+    """Return one finding for each way in which the digests of engine and trainer weights differ."""
     if not _is_of_both(data):
         return []
     steps = data.sample.steps[data.seq]
@@ -205,7 +201,7 @@ def find_engine_weights(data: PairData) -> list[Finding]:
 
 
 def weights_agree(data: PairData) -> bool:
-    """Return True if all engine tensors are equal to the trainer's at every step that has kept tokens."""
+    """Return True if all engine tensors equal the trainer's at every step with kept tokens."""
     steps = np.unique(data.sample.steps[data.seq]).tolist()
     return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
 
