@@ -194,11 +194,11 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 def divisors(loss: Loss, update: Update) -> Divisors:
     """Return the divisors of each row's loss. Raises CannotReplay if a required max_tokens was not recorded."""
     places, num_rows = update.places, len(update.rows)
-    alike = len({len(rows) for rows in places.values()}) == 1
+    is_uniform = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
     for rows in places.values():
         tokens = max(1.0, float(sum(entry.num_tokens for entry in rows)))
-        sequences = (float(len(rows)), float(len(places))) if alike else (float(num_rows), 1.0)
+        sequences = (float(len(rows)), float(len(places))) if is_uniform else (float(num_rows), 1.0)
         if loss.aggregation == "token_mean":
             pair = (max(1.0, float(update.num_tokens)), 1.0)
         elif loss.aggregation == "batch_token_mean":
