@@ -166,7 +166,7 @@ def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> 
     recorded = read_loss(settings)
     if text is not None:
         parsed = parse_loss(text, recorded)
-        return replace(parsed, unknown=()) if recorded is None else said
+        return replace(parsed, unknown=()) if recorded is None else parsed
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(
