@@ -65,7 +65,6 @@ class ArmOption:
         return tuple(value for value in self.values if self.works(user, value))
 
     def check(self, name: str, value: Any) -> None:
-        """Raise InvalidOption if the value is not allowed."""
         if self.values and value is not None:
             word, colon, number = str(value).partition(":")
             counted = colon and number.isdecimal() and number[0] != "0" and f"{word}:N" in self.values
@@ -91,7 +90,6 @@ def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
 
 
 def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption if two options cannot be combined."""
     for name, described in options.items():
         for clash in described.clashes if values[name] else ():
             if (

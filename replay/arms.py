@@ -194,7 +194,6 @@ class Arm:
 
     @property
     def is_identity(self) -> bool:
-        """True if the arm replays the recording unchanged."""
         return not self.changes
 
     @property
@@ -216,7 +215,6 @@ class Arm:
 
 
 def options_of(kind: type) -> dict[str, ArmOption]:
-    """Return the options of a class of arms, by name."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
 
@@ -270,7 +268,6 @@ def arm_text(changes: Mapping[str, Any]) -> str | None:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Raise InvalidOption if two arms have the same name."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidOption(

@@ -314,7 +314,6 @@ class _UnitScorer:
         return results, sum(tokens)
 
     def close(self) -> None:
-        """Release the model and seal the added scores."""
         if self._opened is not None:
             _, loaded, arms = self._opened
             loaded.close()

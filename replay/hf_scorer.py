@@ -148,7 +148,6 @@ class HfScorer:
 
     @property
     def scoring_function(self) -> str:
-        """Full name of the function or class that computes logprobs."""
         if self._scorer is not None:
             return str(self._scorer.name)
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
@@ -169,7 +168,6 @@ class HfScorer:
         return self._scorer
 
     def detach(self) -> None:
-        """Release the model to make room for the next one."""
         self._scorer, self._model, self._routers = None, None, []
 
     def _make(self, model: Any) -> Any:

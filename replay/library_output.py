@@ -13,7 +13,6 @@ from ..schemas.errors import TimTraceError
 
 _STDOUT, _STDERR = 1, 2
 _MOST_LINES = 40
-"""Number of output lines shown with an error; the last ones are kept."""
 
 
 @contextmanager

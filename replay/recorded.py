@@ -148,7 +148,6 @@ class RecordedRun:
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        """Return the steps in which a pass has scores."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
@@ -206,12 +205,10 @@ class RecordedRun:
 
     @cached_property
     def has_routing(self) -> bool:
-        """True if the router choices of the replayed pass were recorded."""
         routed = (ds.field("pass") == self.replayed_pass) & ds.field("routing").is_valid()
         return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
     def check_routing(self) -> None:
-        """Raise CannotReplay if no router choices were recorded."""
         if self.has_routing:
             return
         if not has_experts(self.model["config"]):
@@ -224,7 +221,6 @@ class RecordedRun:
         )
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise CannotReplay if an arm turns adapters off or merges them, but the model has none."""
         if adapter is not None and not self.model.get("adapters"):
             raise CannotReplay(f"adapter {adapter}: the model of {self.store.url} has no adapters; drop this option")
 

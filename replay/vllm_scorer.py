@@ -21,7 +21,6 @@ from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 
 _PROBE_ROWS = 32
-"""Number of rows on which speed is measured."""
 
 
 class VllmScorer:

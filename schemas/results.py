@@ -36,7 +36,6 @@ class Table(Result):
     __slots__ = ()
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return the column names and the rows."""
         raise NotImplementedError
 
     def arrow(self) -> Any:

@@ -48,8 +48,6 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """Where each tensor is stored in a segment."""
-
     tensors: tuple[StoredTensor, ...]
     tied: dict[str, str] = field(default_factory=dict)
     """For each tied tensor, the name of the stored tensor with the same values."""

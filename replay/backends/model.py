@@ -145,7 +145,6 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay if the model being built exceeds MAX_MODULES or the memory of this machine or its GPUs."""
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -175,7 +174,6 @@ def _within_memory(device: str) -> Iterator[None]:
 
 
 def _function(path: str) -> Any:
-    """Import `module:function`, also from the working directory."""
     module, _, name = path.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

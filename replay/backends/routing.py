@@ -75,7 +75,7 @@ class Table:
         """[L] number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """Return a router's output with the recorded choice put in."""
+        """Forward hook: return the router's output with the recorded choice."""
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")

@@ -56,7 +56,6 @@ class TransformersScorer(BatchScorer):
         return next(self._model.parameters()).device
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
-        """Return hidden states and token ids of the flattened forward pass."""
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
         mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
         if self._cached_tokens is None:

@@ -126,7 +126,6 @@ class VllmEngine:
 
     @property
     def _has_workers(self) -> bool:
-        """True if the model is split over several processes."""
         return int(self.arguments.get("tensor_parallel_size") or 1) > 1
 
     def close(self) -> None:
@@ -208,7 +207,8 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors that cannot be read from the engine, or differ there from the given ones after rounding."""
+    """Yield the tensors that cannot be read from the engine, or that differ there from what was given, after
+    rounding."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -223,7 +223,6 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
-    """Apply temperature, top-k and top-p to vLLM's raw logprobs; return logprobs [T, V]."""
     raw = engine_call.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))

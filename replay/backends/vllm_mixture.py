@@ -37,7 +37,6 @@ def is_mixture(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return a model's mixtures by module name, in layer order."""
     return {name: module for name, module in model.named_modules() if is_mixture(module)}
 
 

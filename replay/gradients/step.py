@@ -199,7 +199,6 @@ def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
 
 
 def _products(a: Any, r: Any) -> np.ndarray:
-    """Return the sums [4] of aa, ar, rr and (a - r)^2."""
     a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)
     r = torch.zeros_like(a) if r is None else r
     sums = torch.zeros(4, dtype=torch.float64)

@@ -25,7 +25,6 @@ STATES = "queries", "keys", "values"
 wrong, because keys pass through a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
-"""Norms of queries, keys and values."""
 _OTHERWISE = 0.1
 """Smallest relative difference of queries or keys from float64 that counts as a missing norm, or as another order of
 dimensions."""

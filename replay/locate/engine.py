@@ -253,13 +253,11 @@ class _Location:
         return pooled
 
     def _taps(self, row: RecordedRow, window: Window) -> dict[str, RowTaps]:
-        """Return a row's operator values in a window of layers, on both sides."""
         return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the rows' log-probabilities in an execution, and the inputs and outputs of its operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -272,7 +270,6 @@ class _Location:
             ) from error
 
     def _judge_in_double(self, side: str, part: list[RecordedRow], pooled: Pooled) -> None:
-        """Run one side's code in float64 and judge its operators."""
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)

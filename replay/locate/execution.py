@@ -51,7 +51,6 @@ class Execution:
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None, *,
         calls_whole_model: bool = False,
     ):  # fmt: skip
-        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
@@ -91,7 +90,6 @@ class Execution:
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises CannotReplay."""
         if self.built is None:
             self.built = self.scorer.build()
         self.scorer.put(self.built, tensors)
@@ -114,7 +112,6 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield each weight used in the computation."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 

@@ -119,7 +119,6 @@ class Forward:
         return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
-        """Compare an operator's output with the float64 model's, computed from the same inputs."""
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)

@@ -45,8 +45,7 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that can be replaced: those that both executions have, and attention if rows are
-        padded."""
+        """Return the operators that can be replaced: those in both executions, and attention if rows are padded."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -57,13 +56,13 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return the taker's [T] float64 logprobs by sequence, with these operators of the giver, in the batches of
-        `of`."""
+        """Return the taker's [T] float64 logprobs by sequence, with the named operators from the giver, in the batches
+        of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Within the block, compute these operators of the taker with the giver's code."""
+        """Within the block, run the named operators of the taker with the giver's code."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -118,7 +117,7 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Run the giver once, to get its attention functions and masks for one of the taker's forward passes."""
+        """Run the giver on one of the taker's batches, to get its attention functions and masks."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -225,8 +224,7 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return the graft of the giver's operators into the taker; None unless the taker is a transformers model that can
-    take them."""
+    """Return a graft, or None unless the taker is a transformers model that can run the giver's operators."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

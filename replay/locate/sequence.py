@@ -117,7 +117,7 @@ class SequenceJudge:
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """By operator, how far both executions are apart in its inputs and in its outputs."""
+        """How far apart both executions are, by operator: in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         """Add the sequence's results to `pooled`, for operators selected by `is_asked`."""
@@ -156,7 +156,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge some sides' operators in a window of layers, and return the errors that each side introduced."""
+        """Judge one window of layers for these sides, and return the errors that each side introduced."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -175,7 +175,8 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how far both executions are apart in each operator's inputs and outputs, and in the chosen experts."""
+        """Note how far apart the executions are in each operator's inputs and outputs, and where they choose other
+        experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:

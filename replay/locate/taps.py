@@ -146,8 +146,7 @@ def tokens_first(template: Any, value_T: Any) -> Any:
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's tensor [T, ...] in the shape and dtype of `template`, which is from a forward pass over that row
-    alone."""
+    """Shape a row's tensor [T, ...] like `template`, a tensor from a forward pass over that row alone, and cast it."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -155,7 +154,7 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor that replaces `value` in the float64 model; None if it has another size."""
+    """Return the execution's tensor to use in place of `value`; None if there is none of this size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 

@@ -58,7 +58,6 @@ class VllmExecution:
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
     ):
-        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit the model factory of this side")

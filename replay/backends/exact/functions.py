@@ -69,7 +69,6 @@ def cosine_and_sine(x: Any) -> tuple[Any, Any]:
 
 
 def silu(x: Any) -> Any:
-    """Return x / (1 + e**-x)."""
     return x / exp(-x).add_(1.0)
 
 
@@ -107,7 +106,6 @@ class Precision:
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
-        """Round to the dtype of the activations."""
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:

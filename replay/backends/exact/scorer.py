@@ -87,7 +87,6 @@ class ExactArmScorer(HfScorer):
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:
-        """Build exact layers over a transformers model without weights. Raises CannotReplay."""
         return ExactModel(
             models.build(
                 models.without_adapters(self.run.model),

@@ -65,7 +65,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """For each vector along the last axis, return an exponent that bounds it and whether it is finite; the axis is
+    """Return an exponent that bounds each vector along the last axis, and whether the vector is finite; the axis is
     kept."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
