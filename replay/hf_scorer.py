@@ -112,9 +112,7 @@ class HfScorer:
 
     def build(self) -> Any:
         """Build the model without weights. Raises CannotReplay."""
-        with cublas_workspace(
-            self.contract["torch"], self.arm
-        ):  # building moves the model to the GPU, which starts CUDA
+        with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU starts CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
                 dtype=self.numerics.dtype, attention=self.numerics.attention, experts=self._experts,

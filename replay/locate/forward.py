@@ -206,9 +206,8 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                if missed is not None and bool(
-                    (missed[0] == exact).all()
-                ):  # its output goes straight to the activation
+                # Its output goes straight to the activation.
+                if missed is not None and bool((missed[0] == exact).all()):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:
             bound = bounds.of_sum(exact, rounding, 8.0)
