@@ -78,8 +78,7 @@ class ArmPass:
                 self._record(step, scored.only(unscored) if scored_now else scored, contract)
 
     def _scored_now(self, step: int) -> set[str]:
-        """Return the sequences of a step that have scores, from a new snapshot if another process may have written to
-        the trace."""
+        """Return the step's sequences that have scores, from a new snapshot if another process may have written."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:

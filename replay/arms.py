@@ -188,8 +188,7 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if it makes sense to suggest `locate`: operators run and round in this process, where it can observe
-        them."""
+        """True if suggesting `locate` makes sense: operators run and round in this process, so it can observe them."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property

@@ -96,8 +96,7 @@ class PackedBatch(_PlacedRows):
     positions_W: np.ndarray
     """int64: each token's position in its own row."""
     spans: tuple[Span, ...]
-    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or the padding after the last
-    row."""
+    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or the padding at the end."""
 
     @property
     def labels_W(self) -> np.ndarray:
@@ -108,8 +107,7 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens [B] before and after each row. Only the last row has padding, after
-        it."""
+        """Return the number of padding tokens [B] before and after each row. Padding follows only the last row."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B

@@ -42,8 +42,7 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if it did not, or if the arm sets a
-        dtype."""
+        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if it did not or the arm sets one."""
         return self._cast("buffers_dtype")
 
     @property

@@ -299,8 +299,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return columns of the rows that meet a condition. If a step was trained more than once, only its newest
-        attempt counts."""
+        """Return columns of the rows that meet a condition, for steps trained again from the newest attempt only."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

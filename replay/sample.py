@@ -22,8 +22,7 @@ SEED = 20_260_000
 STEPS_AT_ONCE = 64
 """Number of steps read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1. Offsets from step to step are its multiples modulo 1, which are spread evenly over [0, 1) for
-any choice of steps."""
+"""Golden ratio minus 1. Its multiples modulo 1, the offsets of the steps, are evenly spread for any choice of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,7 @@ def parse_sample(text: str | float) -> float:
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample of the replayed pass; `wanted` comes from parse_sample. Raises InvalidOption if nothing is
-    drawn."""
+    """Draw a sample of the replayed pass; `wanted` is from parse_sample. Raises InvalidOption if it is empty."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:

@@ -96,8 +96,7 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace if a field is missing or has the wrong
-    type."""
+    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing or mistyped fields."""
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:

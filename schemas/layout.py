@@ -40,8 +40,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A batch of one writer's records: first a journal, later sealed as Parquet and Zarr. Paths are relative to the
-    trace."""
+    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr. Paths start at the trace."""
 
     writer: str
     number: int

@@ -36,8 +36,7 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the pair of passes to compare: train:rollout, else another pass and rollout, else the first two; None if
-    there are fewer than two."""
+    """Return the passes to compare: train:rollout, else another pass and rollout, else the first two, else None."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -1,5 +1,4 @@
-"""Columns of the tables in sums/: per-sequence sums for pairs of passes, from which statistics are computed without
-reading tokens."""
+"""Tables in sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
 
 from __future__ import annotations
 

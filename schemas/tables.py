@@ -27,8 +27,7 @@ class Column:
     alignment: str = "one value per row"
     """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL; empty for a required column. Files from older releases may lack columns that are not
-    required."""
+    """Meaning of NULL; empty for a required column. Files from older releases may lack the other columns."""
     keyword: str = ""
     """Keyword of Recorder.add_sequences for this column, if it differs from the column's name."""
     is_made: bool = False
@@ -61,8 +60,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch with NULLs for columns that older releases lacked, or None if it belongs to another
-        table."""
+        """Return the batch with NULLs for columns that older releases lacked; None for another table's batch."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None

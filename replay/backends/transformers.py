@@ -32,8 +32,7 @@ class TransformersScorer(BatchScorer):
         self, model: Any, head: Head, *, cached_tokens: int | None = None, kv_dtype: str | None = None,
         autocast_dtype: Any = None, compile: bool = False,
     ):  # fmt: skip
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for a single
-        pass."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -127,8 +126,7 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V], alone or as
-    `.logits`."""
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

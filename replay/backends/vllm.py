@@ -207,8 +207,7 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors that cannot be read from the engine, or that differ there from what was given, after
-    rounding."""
+    """Yield the tensors that cannot be read from the engine or, after rounding, differ from those given."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)

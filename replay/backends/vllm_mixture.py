@@ -22,8 +22,7 @@ _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay for a mixture that is not supported in vLLM. `identity` is the model's recorded
-    description."""
+    """Raise CannotReplay for a mixture that vLLM does not support. `identity` is the model's recorded description."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
@@ -62,8 +61,7 @@ def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' names and weights of all experts, [E, 2 I, H] and [E, H, I], unless the packing is
-    unknown."""
+    """Yield transformers' names and weights of all experts, [E, 2 I, H] and [E, H, I], if the packing is known."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))

@@ -1,5 +1,4 @@
-"""Arms of `gradient`: changes to the forward and backward passes, to the logprobs in the loss's ratios, and to the
-correction."""
+"""Arms of `gradient`: changes to the model's passes, to the logprobs in the loss's ratios, and to the correction."""
 
 from __future__ import annotations
 

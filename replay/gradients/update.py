@@ -65,8 +65,7 @@ class Update:
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer's old logprobs came from the loss's own forward pass, so that all importance ratios were
-    1."""
+    """True if the trainer's old logprobs came from the loss's own forward pass, so every importance ratio was 1."""
     metric_step: int | None
     """Step at which this optimizer step's grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()

@@ -42,8 +42,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n), the bound on the error of a sum of n products, in roundoffs of the sum of the terms' absolute
-    values."""
+    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of absolute values."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
@@ -156,7 +155,7 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] of an MLP or attention whose operators were not observed, relative to each token's largest
+    """Bound the error [T, H] of an MLP or attention with unobserved operators, in terms of a token's largest
     element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 

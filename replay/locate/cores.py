@@ -26,8 +26,7 @@ wrong, because keys pass through a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
-"""Smallest relative difference of queries or keys from float64 that counts as a missing norm, or as another order of
-dimensions."""
+"""Relative difference of queries or keys from which a norm counts as missing, or dimensions as reordered."""
 
 
 class Cores:
@@ -48,8 +47,8 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D], but return the execution's
-        output."""
+        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return what the execution
+        got."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)

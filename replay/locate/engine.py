@@ -40,8 +40,7 @@ _SAME_FUNCTION = 1e-9
 _SHARE_OF_MEMORY = 0.25
 """Share of the free memory for recorded operator values."""
 _TASKS = 4
-"""Progress units per sequence: one for running both executions, one for judging each, and one for propagating errors to
-the logprobs."""
+"""Progress units per sequence: one for running both executions, two for judging them, one for propagating errors."""
 _NEAR_VERSIONS = 8
 """How many policy versions, before and after the step's own, are searched for a tensor that differs."""
 
@@ -182,8 +181,7 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """`only` describes the layers and operators to which the search is limited. `tapped_bytes` is the memory for
-        operator values."""
+        """`only` says to which layers and operators the search is limited. `tapped_bytes` is for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:

@@ -121,8 +121,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return [T] float64 log-probabilities of `rows` by sequence, scored in the batches of `of`. Each batch runs in
-        the context `around`."""
+        """Return [T] float64 logprobs of `rows` by sequence, in the batches of `of`, each run in context `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:

@@ -21,8 +21,7 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of operators: all experts of a mixture with their sum; and the choice of experts, if the router's module was
-not observed."""
+"""Kinds of operators: a mixture's experts with their sum, and its choice of experts if the router was unobserved."""
 _MOST_FLIPPED = 0.25
 """Share of tokens whose experts may differ from the float64 model's because of rounding, if the router was not
 observed. If more differ, the choice itself counts as wrong."""

@@ -56,8 +56,7 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return the taker's [T] float64 logprobs by sequence, with the named operators from the giver, in the batches
-        of `of`."""
+        """Return the taker's [T] float64 logprobs by sequence, with the giver's operators, in the batches of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
@@ -97,8 +96,7 @@ class Graft:
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the dtype of inputs under autocast, which would leave float64 as it is; the giver's dtype replaces
-        it."""
+        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype replaces it."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property

@@ -97,8 +97,7 @@ class Heard:
         self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
     ) -> Any:  # fmt: skip
-        """Bound the error of an operator's output, in the shape of `given`. `made_in` is the output's dtype, if not
-        that of `given`."""
+        """Bound the error of an operator's output, in the shape of `given`, which was computed in `made_in` if set."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -170,8 +169,7 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound on the input of an activation or of the last
-        projection."""
+        """Return what unobserved projections add to the bound for an activation's or the last projection's input."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

@@ -63,8 +63,7 @@ class Judgement:
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact values, given a bound for each. The error is kept for `point`, if
-        given."""
+        """Compare values [T, ...] with exact values, given a bound for each. The error is kept for a given `point`."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -105,8 +104,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the fields of `Judged` that depend on values. Overwrites `off`, the float64 difference found minus
-    exact."""
+    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference found minus exact."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

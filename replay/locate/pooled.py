@@ -19,8 +19,7 @@ _IS_OTHER_TENSOR = 0.5
 """A tensor counts as another tensor if at least this share of its elements differ, else as modified."""
 
 Apart = tuple[float, float]
-"""Two sums of squares: of the difference between both executions, and of execution a's values. NaN if they cannot be
-compared."""
+"""Two sums of squares: of the executions' difference, and of execution a's values. NaN if they cannot be compared."""
 Operator = tuple[str, str]
 """Side and operator name."""
 Found = dict[Operator, list[tuple[str, Judged]]]
@@ -64,8 +63,7 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences: first those judged as they ran, then those judged only in
-        float64."""
+        """Yield each operator's error over all sequences: first as it ran, then those judged only in float64."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():

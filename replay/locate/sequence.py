@@ -109,8 +109,7 @@ class SequenceJudge:
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
-        """`heard` has both executions' values in the last window, `pooled` their logprobs. `listen` runs another
-        window."""
+        """`heard` has both executions' values in the last window; `listen` runs another one."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
@@ -175,8 +174,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how far apart the executions are in each operator's inputs and outputs, and where they choose other
-        experts."""
+        """Note how far apart the executions are in each operator's inputs and outputs, and which experts differ."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -224,8 +222,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. They count as one if the projection is not called
-    separately."""
+    """Judge the operators after the last hidden states, as one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -64,8 +64,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values that each query sees, weighted by e**(scaling query
-        key)."""
+        """Return [B, A, T, D] float64: the mean of the values a query sees, weighted by e**(scaling query key)."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)

@@ -27,8 +27,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x of a float64 tensor, with a relative error of about 1e-16. Below -708 it is exactly 0, above 709 it
-    is e**709."""
+    """Return e**x of a float64 tensor, with a relative error of about 1e-16; 0 for x < -708, e**709 for x > 709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])

@@ -35,8 +35,7 @@ class ExactScorer(BatchScorer):
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for a single
-        pass."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 

@@ -65,8 +65,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent that bounds each vector along the last axis, and whether the vector is finite; the axis is
-    kept."""
+    """Return an exponent that bounds each vector along the last axis, which is kept, and whether it is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
