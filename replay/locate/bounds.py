@@ -155,8 +155,7 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] of an MLP or attention with unobserved operators, in terms of a token's largest
-    element."""
+    """Bound the error [T, H] of an unobserved MLP or attention, relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 

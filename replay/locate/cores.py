@@ -47,8 +47,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return what the execution
-        got."""
+        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
