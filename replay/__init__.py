@@ -1,1 +1,1 @@
-"""Rescore recorded tokens under different numerics."""
+"""Score recorded tokens again under different numerics."""

@@ -1,4 +1,4 @@
-"""Descriptions of an arm's options, from which checks, messages, command-line flags and docs are derived."""
+"""Definitions of an arm's options. Checks, messages, command-line flags and docs are derived from them."""
 
 from __future__ import annotations
 
@@ -12,63 +12,59 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Users of arms other than engines: the commands `gradient` and `locate`, and models that return only logits."""
+"""Besides engines, options are used by the commands `gradient` and `locate` and by models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Values of two options that cannot be combined."""
+    """Two options that cannot be combined."""
 
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Values of this option; empty means all values."""
+    """Values of this option that clash; empty for all."""
     others: tuple[str, ...] = ()
-    """Values of the other option, compared up to the colon; empty means all values."""
+    """Values of the other option that clash, compared up to the colon; empty for all."""
     engine: str | None = None
-    """Engine that has this restriction; None if all engines have it."""
+    """Engine that has this restriction; None for all engines."""
 
     def meets(self, value: Any, other: Any) -> bool:
-        """Return True if these two values cannot be combined."""
         words = (str(one).partition(":")[0] for one in (value, other))
         return all(not wanted or word in wanted for word, wanted in zip(words, (self.values, self.others), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOption:
-    """An option of `Arm`: its values, the engines and functions that support it, and the options that it excludes."""
+    """An option of `Arm`: allowed values, the engines and commands that support it, and options it excludes."""
 
     help: str
     users: tuple[str, ...] = (HF, EXACT)
     """Engines that support the option, plus any of GRADIENT, LOCATE, FACTORY."""
     values: tuple[str, ...] = ()
-    """Allowed values; empty for a number, a switch or free text. In `word:N`, N is 1 or more."""
+    """Allowed values; empty for a number, a switch or free text. In `word:N`, N is at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that each user does not support."""
+    """Values that a user does not support."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
-    """Lower bound of an integer option."""
+    """Minimum of an integer option."""
     most: float | None = None
-    """Upper bound of a float option, which must be above 0; None for an integer option."""
+    """Maximum of a float option, which must be above 0; None for an integer option."""
     label: str | None = None
-    """Prefix of the value in a generated arm name; None means the option's name and a hyphen."""
+    """Prefix of the value in generated arm names; None for the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
-        """True if some values take a number (`word:N`)."""
+        """True if a value has the form `word:N`."""
         return any(value.endswith(":N") for value in self.values)
 
     def works(self, user: str, value: Any) -> bool:
-        """Return True if an engine, or another user of arms, supports this value."""
         return user in self.users and value not in self.refused.get(user, ())
 
     def values_of(self, user: str) -> tuple[str, ...]:
-        """Return the values that a user supports."""
         return tuple(value for value in self.values if self.works(user, value))
 
     def check(self, name: str, value: Any) -> None:
-        """Raise InvalidOption if the value is not allowed."""
         if self.values and value is not None:
             word, colon, number = str(value).partition(":")
             counted = colon and number.isdecimal() and number[0] != "0" and f"{word}:N" in self.values
@@ -83,18 +79,17 @@ class ArmOption:
             raise InvalidOption(f"got {value}; give a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """Return the text that stands for this value in a generated arm name."""
+        """Return the part of a generated arm name that stands for this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-").replace("/", "-"))
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
-    """Return a dataclass field of `Arm` with its description attached."""
+    """Return a dataclass field of `Arm` that holds the option's definition."""
     return field(default=default, metadata={"option": ArmOption(help=help, **described)})
 
 
 def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption if two options cannot be combined."""
     for name, described in options.items():
         for clash in described.clashes if values[name] else ():
             if (
@@ -113,5 +108,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return an option with its value for use in a sentence: `batch-size 1`, `compile`."""
+    """Return an option and its value as words in a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

@@ -1,4 +1,4 @@
-"""The `replay/<arm>` pass: read an arm's scores from the trace, and add scores."""
+"""Read, add and remove the scores of the `replay/<arm>` pass in a trace."""
 
 from __future__ import annotations
 
@@ -27,34 +27,33 @@ from .recorded import RecordedRow, RecordedRun
 
 
 class ArmPass:
-    """The pass of one arm in the replayed trace."""
+    """The pass that holds one arm's scores."""
 
     def __init__(self, run: RecordedRun, arm: Arm):
         self.run, self.arm = run, arm
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
-        self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps in which the snapshot has scores of this pass."""
+        self._scored_steps: tuple[Snapshot | None, set[int]] = (None, set())
+        """A snapshot of the trace, and the steps that have scores of this pass in it."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps in which the trace has scores of this pass."""
         return self.run.steps(self.name)
 
     @property
     def is_sample(self) -> bool:
-        """True if the pass was scored on a sample only, so steps may be incomplete."""
+        """True if only a sample was scored, so that steps may be incomplete."""
         return any("sample" in found for found in self.run.arms(self.name))
 
     @property
     def has_other_changes(self) -> bool:
-        """True if the trace has a pass of this name with other changes."""
+        """True if the name is already used for an arm with other changes."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return a step's stored scores for the rows that have scores.
+        """Return the stored scores of those rows that have scores.
 
-        If `contract` is given, return None if any score is missing or was computed under another contract.
+        With `contract`, return None unless every row has a score that was computed under this contract.
         """
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
@@ -68,28 +67,25 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add scores for a step's sequences as one record: if the replay is killed, either all scores are kept or none.
+        """Add scores for sequences of a step, in one record: if the replay is killed, all of them are kept or none.
 
-        Sequences that a concurrent replay has added in the meantime are skipped.
+        Sequences that a concurrent replay has scored in the meantime are skipped.
         """
         with alone(self.run.folder):
-            there = self._has_now(step)
-            lacking = {row.seq_id for row in scored.rows} - there
-            if lacking:
-                self._record(step, scored.only(lacking) if there else scored, contract)
+            scored_now = self._scored_now(step)
+            unscored = {row.seq_id for row in scored.rows} - scored_now
+            if unscored:
+                self._record(step, scored.only(unscored) if scored_now else scored, contract)
 
-    def _has_now(self, step: int) -> set[str]:
-        """Return the sequences in a step that have scores now.
-
-        Takes a new snapshot if another process may have written to the trace.
-        """
+    def _scored_now(self, step: int) -> set[str]:
+        """Return the step's sequences that have scores, from a new snapshot if another process may have written."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
             self.run.look()
-        if self._there[0] is not self.run.snapshot:
-            self._there = self.run.snapshot, {*self.steps, *(step for step, _ in self.run.unsealed(self.name))}
-        return self.run.sequences(self.name, [step])[step] if step in self._there[1] else set()
+        if self._scored_steps[0] is not self.run.snapshot:
+            self._scored_steps = self.run.snapshot, {*self.steps, *(step for step, _ in self.run.unsealed(self.name))}
+        return self.run.sequences(self.name, [step])[step] if step in self._scored_steps[1] else set()
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
@@ -108,9 +104,9 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass by deleting its writers' files, which contain only this pass.
+        """Remove the pass by deleting its writers' files, which contain nothing else.
 
-        Each writer is first marked as removed, so that files left behind by a killed process are ignored.
+        Each writer is first marked as removed, so that readers ignore files left behind if this process is killed.
         """
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
@@ -132,13 +128,11 @@ class ArmPass:
         self.run.look()
 
     def close(self) -> None:
-        """Seal the added scores."""
         if self._recorder is not None:
             self._recorder.close()
 
 
 def _forward(step: int, scored: Scored) -> Forward:
-    """Return the columns that describe the forward pass of each scored row."""
     padding = [batch.padding() for batch in scored.batches]
     sizes = [len(batch.rows) for batch in scored.batches]
     kept = slice(None) if scored.kept is None else scored.kept

@@ -1,4 +1,4 @@
-"""Replay configurations (arms): the changes that a replay makes to the recorded settings."""
+"""Replay arms: the settings that a replay changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch dtype names of the weights, by value of --dtype."""
+"""torch dtype of the weights, by value of --dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
 """Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
@@ -35,7 +35,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. If an option is None or has its default value, the recorded setting is used."""
+    """The settings that a replay changes. Options that are None or have their default keep the recorded setting."""
 
     engine: str = arm_option(
         "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
@@ -171,29 +171,28 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the options with a changed value that an engine, or another user of arms, does not support."""
+        """Return the changed options whose value an engine, or another user of arms, does not support."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes to the recorded settings: values by field."""
+        """Changed options and their values, without the arm's name."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
     def unheard(self) -> list[str]:
-        """Changes in this arm that prevent `locate` from observing operators. With vLLM, every mode can be observed."""
+        """Changes that prevent `locate` from observing operators. With vLLM, it can observe them in every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` is worth suggesting: operators run and round in this process, so they can be observed."""
+        """True if suggesting `locate` makes sense: operators run and round in this process, so it can observe them."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
     def is_identity(self) -> bool:
-        """True if nothing differs from the recording."""
         return not self.changes
 
     @property
@@ -203,28 +202,26 @@ class Arm:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in their recorded batches, which affect the bits of a row."""
+        """True if rows run in their recorded batches, whose composition affects the bits."""
         return self.engine == HF and not self.has_batch_shape
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens per forward pass through the KV cache; None if one pass covers the whole sequence."""
+        """Response tokens per forward pass through the KV cache; None if a single pass covers the whole sequence."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
 
 def options_of(kind: type) -> dict[str, ArmOption]:
-    """Return the descriptions of all options of this kind of arm, by name."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
 
 OPTIONS = options_of(Arm)
-"""Descriptions of all options of an arm, by name."""
 
 
 def names_for(user: str) -> list[str]:
-    """Return the options supported by an engine, or by another user of arms, as spelled on the command line."""
+    """Return the options that an engine or another user of arms supports, as spelled on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()
@@ -233,7 +230,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
-    """Parse `dtype=fp16,attention=eager`. Keys are option names; `name=...` names the arm. Raises InvalidOption.
+    """Parse an arm such as `dtype=fp16,attention=eager`; `name=...` names it. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
@@ -256,7 +253,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Return the text that `parse_arm` parses to these changes; None if this release does not know one of the changes.
+    """Return the text that `parse_arm` turns into these changes; None if this release does not know one of them.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'
@@ -270,7 +267,6 @@ def arm_text(changes: Mapping[str, Any]) -> str | None:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Raise InvalidOption if two arms have the same name."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidOption(

@@ -1,4 +1,4 @@
-"""Forward passes: rows that run through the model together, padded or packed, and their scores.
+"""Forward passes, padded or packed: which rows run through the model together, and the scores of these rows.
 
 Shapes: B rows in a forward pass, W padded row length, K scored positions at the end of each row, N scored tokens.
 """
@@ -19,25 +19,24 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Maximum number of tokens per packed forward pass by device, if the arm sets no limit. A row with more tokens runs
-alone."""
+"""Token limit of a packed forward pass, by device, unless the arm sets one. A longer row runs alone."""
 UNLABELLED = -100
-"""Label for a position whose next token has no score."""
+"""Label of positions whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedRows:
-    """The rows of one forward pass, and the index of each of their tokens in the flattened forward pass."""
+    """The rows of a forward pass, and where their tokens are in the flattened forward pass."""
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64: token ids; [1, W] if rows are packed."""
+    """int64 token ids; [1, W] if rows are packed."""
     places_B: tuple[np.ndarray, ...]
-    """[B] arrays: for each row, the indices of its prompt and response tokens in the flattened forward pass."""
+    """For each row, the indices of its prompt and response tokens in the flattened forward pass."""
 
     @property
     def width(self) -> int:
-        """W: number of columns, including padding."""
+        """W, including padding."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -54,12 +53,12 @@ class _PlacedRows:
 
     @property
     def places_N(self) -> np.ndarray:
-        """Indices of prompt and response tokens, row by row."""
+        """Indices of the prompt and response tokens, row by row."""
         return np.concatenate(self.places_B)
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """bool: true for prompt and response tokens."""
+        """bool: false for padding."""
         tokens = np.zeros(self.ids_BW.size, bool)
         tokens[self.places_N] = True
         return tokens.reshape(self.ids_BW.shape)
@@ -67,49 +66,48 @@ class _PlacedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
-    """One forward pass over rows padded to the same width."""
+    """A forward pass over rows padded to the same width."""
 
     mask_BW: np.ndarray
-    """int64: attention mask, 1 for tokens that attention sees."""
+    """int64 attention mask: 1 for tokens that attention sees."""
     first_B: np.ndarray
     """int64: column of each row's first response token."""
 
     @property
     def num_kept(self) -> int:
-        """K: number of columns at the end of each row that are needed to cover every response token."""
+        """K: the number of columns at the end of each row that cover every response token."""
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
-        """Return the response tokens' values [N], row by row, from the values in the last K columns."""
+        """Pick the response tokens' values [N], row by row, from the values of the last K columns."""
         rows_N, columns_N = np.divmod(self.scored_N, self.width)
         return values_BK[rows_N, columns_N - self.width]
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row's prompt [B] and after each row's response [B]."""
+        """Return the number of padding tokens [B] before each row's prompt and after its response."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(_PlacedRows):
-    """One forward pass over rows without padding between them: the rows are end to end, or form a prefix tree."""
+    """A forward pass over rows without padding between them, either end to end or as a prefix tree."""
 
     positions_W: np.ndarray
-    """int64: each token's position in its row."""
+    """int64: each token's position in its own row."""
     spans: tuple[Span, ...]
-    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or padding after the last row."""
+    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or the padding at the end."""
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: for each position, the next token if that token is scored, else UNLABELLED."""
+        """int64: the next token at each position, or UNLABELLED if that token is not scored."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row [B] and after each row [B]. Only the last row is followed
-        by padding."""
+        """Return the number of padding tokens [B] before and after each row. Padding follows only the last row."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -119,8 +117,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns where forward passes through a KV cache begin and end: the prompt, then chunks of the
-    response.
+    """Return the columns at which forward passes through a KV cache begin and end: the prompt, then response chunks.
 
     Without `cached_tokens`, or with packed rows, there is a single pass.
     """
@@ -133,20 +130,20 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """Scores of a step's rows under one arm."""
+    """An arm's scores for rows of one step."""
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """One array per row: the logprobs [T] of its response tokens, nats."""
+    """Logprobs [T] of each row's response tokens, nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
+    """The forward passes that were run, in order; empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
-    """Experts selected for each row's tokens; empty if no routing was recorded or routers were not observed."""
+    """Experts chosen for each row's tokens; empty if routers were not recorded or not observed."""
     kept: np.ndarray | None = None
-    """Indices of `rows` among the rows of `batches`; None if the two are the same."""
+    """Indices of `rows` among all rows of `batches`; None if `rows` are all of them."""
 
     def only(self, names: Container[str]) -> Scored:
-        """Return only the scores of the sequences in `names`."""
+        """Keep only the sequences in `names`."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -157,7 +154,6 @@ class Scored:
         )
 
     def extend(self, part: Scored) -> None:
-        """Append the scores of other rows in the same step."""
         self.rows.extend(part.rows)
         self.logprobs.extend(part.logprobs)
         self.batches.extend(part.batches)
@@ -165,7 +161,7 @@ class Scored:
 
 
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
-    """Split a batch's response token values [N] by row."""
+    """Split the values [N] of a batch's response tokens by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
 
 
@@ -173,16 +169,15 @@ def forwards(
     rows: Sequence[RecordedRow], pad_id: int, *, batch_size: int | None = None, batch_tokens: int | None = None,
     padding: str = LEFT, device: str = "cpu",
 ) -> list[ForwardBatch]:  # fmt: skip
-    """Group rows into forward passes as recorded, or `batch_size` rows at a time in the recorded order and width.
+    """Group rows into forward passes: as recorded, or `batch_size` rows at a time in the recorded order and width.
 
     `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer
-    row runs alone. With padding `right`, each row starts at column 0 and is padded after its response. `packed` puts
-    rows of similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS per
-    forward pass.
+    row runs alone. Padding `right` starts each row at column 0 and pads after the response. `packed` puts rows of
+    similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that forward passes take similar times
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # forward passes then take similar times
         if batch_size is not None:
             packs = grouped(longest_first, lambda group: len(group) <= batch_size)
         else:
@@ -200,12 +195,12 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Return the rows grouped by the forward pass in which they were recorded."""
+    """Group rows by the forward pass in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible width."""
+    """Pad rows to the recorded width, or with `is_tight` to the smallest width that fits."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:
@@ -222,7 +217,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         stop = first_B[index] + len(row.response_ids)
         ids_BW[index, start : first_B[index]] = row.prompt_ids
         ids_BW[index, first_B[index] : stop] = row.response_ids
-        # Attention did not see a response whose tokens the trainer masked out entirely.
+        # The trainer hides a response from attention if all its tokens are masked out.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
     starts = first_B + np.arange(len(rows)) * width
     places_B = tuple(
@@ -233,7 +228,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield the rows in this order, in groups as large as `fits` allows. A row that never fits runs alone."""
+    """Yield rows in order, in groups as large as `fits` allows. A row that never fits is a group of its own."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):
@@ -245,7 +240,6 @@ def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], boo
 
 
 def _width(rows: Sequence[RecordedRow], padding: str) -> int:
-    """Return the smallest width that fits all of these rows."""
     if padding == RIGHT:
         return max(row.num_tokens for row in rows)
     return max(len(row.prompt_ids) for row in rows) + max(len(row.response_ids) for row in rows)

@@ -33,21 +33,20 @@ from .sample import Row, Sample, draw_sample, extents, parse_sample
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """A requested arm, and the steps that still have to be scored under this arm."""
+class _PendingArm:
+    """A requested arm, and the steps that still need scores in it."""
 
     scorer: Scorer
     target: ArmPass
     steps: list[int]
-    there: dict[int, set[str] | None]
-    """Sequences already scored under this arm, by step; None for a step whose sequences are all scored."""
+    scored_before: dict[int, set[str] | None]
+    """Sequences already scored in this arm, by step; None if every one is."""
     is_replaced: bool = False
-    """True if the arm's existing pass is removed before the arm is scored."""
+    """True if the arm's existing pass is removed first."""
 
-    def lacking(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        """Return a step's rows that have no score under this arm yet."""
-        there = self.there.get(step, set())
-        return [] if there is None else [row for row in rows if row.seq_id not in there]
+    def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
+        scored_before = self.scored_before.get(step, set())
+        return [] if scored_before is None else [row for row in rows if row.seq_id not in scored_before]
 
 
 def replay(
@@ -69,15 +68,15 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
-    The recording itself is always replayed first, as `replay/as-recorded`: the difference that another arm makes is
-    meaningful only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without
-    `force`, an arm that already has all steps is refused, and so is a name that is already in use for other changes.
-    One model is in memory at a time, and arms share it if possible.
+    The unchanged recording is always replayed first, as `replay/as-recorded`: only if this reproduces the recorded bits
+    can the differences in other arms be trusted. Steps that an arm already has are skipped. Without `force`, an arm
+    that already has all steps is refused, and so is a name that is in use for other changes. Only one model is in
+    memory at a time, and arms share it where possible.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
     groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
-    the recorded batches run whole forward passes, because different neighbours would change the bits. Arms with their
-    own batch shape run only the sample.
+    the recorded batches run whole forward passes, because other neighbours would change the bits. Arms with their own
+    batch shape run only the sample.
 
     `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
     folder with the run's checkpoints, for a trace without weights.
@@ -85,11 +84,11 @@ def replay(
     A trace cannot make a replay run code: the replay is refused unless the model is one of transformers' own classes
     and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
     fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
-    replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` is
-    the reason if the replayed bits differ from the recorded ones.
+    replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` says
+    why the replayed bits differ from the recorded ones.
 
-    `dry_run` writes nothing. It scores the first rows under each arm in this process, and returns a `plan` with each
-    arm's remaining work and time.
+    `dry_run` writes nothing. It scores the first rows in each arm in this process, and returns a `plan` with the
+    remaining work and time of each arm.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
     connects to a running one, whose nodes must see the trace at the same path. The bits are the same as in a single
@@ -106,7 +105,7 @@ def replay(
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
-    wanted = _wanted(run, arms, chosen, force, drawn, device, dry_run=dry_run)
+    wanted = _pending_arms(run, arms, chosen, force, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
     results = ReplayedSteps(sample=drawn, plan=plan)
     if dry_run:
@@ -133,11 +132,11 @@ def _arms(given: Sequence[str | Arm], changes: dict[str, Any]) -> list[Arm]:
     return arms
 
 
-def _wanted(
+def _pending_arms(
     run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
-) -> list[_Wanted]:  # fmt: skip
-    """Return the remaining work for each arm. All checks happen here, before any existing pass is removed."""
+) -> list[_PendingArm]:  # fmt: skip
+    """Return the remaining work of each arm. All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}
@@ -147,7 +146,7 @@ def _wanted(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as TRL's; importing TRL would take most of a dry run.
+    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -155,33 +154,34 @@ def _wanted(
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
         run.weights.load(missing[0])  # raises an error that lists the existing versions
-    wanted: list[_Wanted] = []
+    wanted: list[_PendingArm] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """The requested arms, each with the steps in which some sequences have no score yet."""
+    """The requested arms, with the steps in which some sequences have no score yet."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
-        there: dict[int, set[str] | None] = {}
+        scored_before: dict[int, set[str] | None] = {}
         if not is_replaced and target.is_sample:
             whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
-            there = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
+            scored_before = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
         elif not is_replaced:
-            there = dict.fromkeys(target.steps)
+            scored_before = dict.fromkeys(target.steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} already exists with other changes; choose another name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
         left = [
             step for step in steps
-            if (names := there.get(step, set())) is not None and (sample is None or not names >= sample.steps[step].keys())
+            if (names := scored_before.get(step, set())) is not None
+            and (sample is None or not names >= sample.steps[step].keys())
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline of all other arms, so it covers their steps. The results of a sample
-        # cover all of it, including sequences that already have scores.
+        # The identity arm is the baseline of all other arms, so it covers their steps. Results cover the whole sample,
+        # including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
-        wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced))
+        wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
@@ -191,23 +191,22 @@ def _wanted(
     return wanted
 
 
-def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
-    """Return the remaining work of each arm."""
+def _plan(run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None) -> ReplayPlan:
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Version of the weights that each arm would have loaded last, by arm."""
+    """Policy version that each arm would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
         for entry, plan, own in zip(wanted, plans, steps, strict=True):
             if step not in own:
                 continue
-            lacking = entry.lacking(step, drawn)
-            forwards = {row.forward for row in lacking}
-            running = [row for row in rows if row.forward in forwards] if entry.scorer.arm.keeps_batches else lacking
+            unscored = entry.unscored(step, drawn)
+            forwards = {row.forward for row in unscored}
+            running = [row for row in rows if row.forward in forwards] if entry.scorer.arm.keeps_batches else unscored
             stale = entry.scorer.arm.weights_version
-            plan.num_steps += bool(lacking)
-            plan.num_sequences += len(lacking)
+            plan.num_steps += bool(unscored)
+            plan.num_sequences += len(unscored)
             plan.num_tokens += sum(row.num_tokens for row in running)
             for version in sorted({row.version if stale is None else stale for row in running}):
                 plan.num_versions += version != loaded.get(plan.arm)
@@ -215,13 +214,13 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     return ReplayPlan(plans)
 
 
-def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> None:
-    """Measure each arm's speed on the first rows, and enter the speed in the plan.
+def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, sample: Sample | None) -> None:
+    """Time each arm on its first rows, and enter the speed in the plan.
 
     The rows are scored twice, since the first forward pass is slower than later ones.
     """
-    to_do = {arm.arm: arm for arm in plan if arm.num_tokens}
-    for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
+    unmeasured = {arm.arm: arm for arm in plan if arm.num_tokens}
+    for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in unmeasured]):
         with closing(LoadedModel(run.weights)) as loaded:
             for entry in group:
                 scorer, step = entry.scorer, entry.steps[0]
@@ -232,14 +231,14 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
                 loaded.score(scorer, first, unheard)
                 start = perf_counter()
                 loaded.score(scorer, first, unheard)
-                arm = to_do[scorer.arm.name]
+                arm = unmeasured[scorer.arm.name]
                 arm.tokens_per_s = sum(row.num_tokens for row in first) / max(perf_counter() - start, 1e-9)
                 arm.load_s = loaded.load_s
 
 
-def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
-    """Return the arms grouped by shared model, the identity arm's group first."""
-    groups: dict[Any, list[_Wanted]] = {}
+def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
+    """Group arms that share a model. The identity arm's group comes first."""
+    groups: dict[Any, list[_PendingArm]] = {}
     for entry in wanted:
         groups.setdefault(entry.scorer.key, []).append(entry)
     return list(groups.values())
@@ -247,23 +246,23 @@ def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Unit of work: one step, under the arms that share a model."""
+    """A unit of work: one step, in all arms that share a model."""
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """Sequences already scored in this step when the replay began, by arm; see `_Wanted.there`."""
+    """For each arm, `_PendingArm.scored_before` of this step."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
 class _UnitScorer:
-    """Worker of a replay, in this process or in a cluster's actor. The trace is opened when the first unit arrives."""
+    """Worker of a replay, in this process or in a Ray actor, which opens the trace when its first unit arrives."""
 
     def __init__(
-        self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None
+        self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
     ):
-        """`advance` is called with the number of tokens in each forward pass. It is None in an actor."""
+        """`advance` is called with the number of tokens in each forward pass; None in an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
@@ -274,11 +273,10 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write the scores to the trace. Return the results and the number of tokens that ran in an
-        actor.
+        """Score a unit and write its scores. Return the results, and the number of tokens if run in an actor, else 0.
 
-        Only the results of the identity arm have `identity_held` and `not_held` set. Raises CannotReplay if a token is
-        outside the vocabulary, or if the contract differs from that of the first step.
+        `identity_held` and `not_held` are set only in results of the identity arm. Raises CannotReplay if a token is
+        outside the vocabulary, or if the contract differs from the first step's.
         """
         if self._opened is None:
             torch.set_num_threads(self._threads)
@@ -298,12 +296,12 @@ class _UnitScorer:
                 )
         tokens: list[int] = []
         results = []
-        for name, there in unit.arms.items():
-            entry = _Wanted(*arms[name], [step], there)
+        for name, scored_before in unit.arms.items():
+            entry = _PendingArm(*arms[name], [step], scored_before)
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # from torch, or CannotReplay, which is a RuntimeError
-                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even if the recording cannot
+                if name != AS_RECORDED or len(self._arms) == 1:  # other arms still run if the recording cannot
                     raise
                 results.append(
                     ReplayedStep(
@@ -316,7 +314,6 @@ class _UnitScorer:
         return results, sum(tokens)
 
     def close(self) -> None:
-        """Release the model and seal the added scores."""
         if self._opened is not None:
             _, loaded, arms = self._opened
             loaded.close()
@@ -325,15 +322,15 @@ class _UnitScorer:
 
 
 def _results(
-    run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, ray: str | None, gpus: float,
+    run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, ray: str | None, gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:  # fmt: skip
-    """Score each step under each arm, here or on Ray actors. The order of the results is the same in both cases."""
+    """Score each step in each arm, here or on Ray actors. Both give the results in the same order."""
     units = [
         _Unit(
             step=step,
             arms={
-                entry.scorer.arm.name: {step: entry.there[step]} if step in entry.there else {}
+                entry.scorer.arm.name: {step: entry.scored_before[step]} if step in entry.scored_before else {}
                 for entry in group
                 if step in entry.steps
             },
@@ -358,25 +355,27 @@ def _results(
 
 
 def _scored(
-    entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
+    entry: _PendingArm, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step's rows, or for the sampled rows. Missing scores are added to the trace.
+    """Return an arm's scores for a step, or for its sampled rows. Scores that were missing are added to the trace.
 
-    Stored scores of the identity arm are reused only if they were computed under the current contract.
+    The identity arm's stored scores are reused only if they were computed under the current contract.
     """
     wanted = rows if sample is None else sample.drawn(step, rows)
-    lacking = entry.lacking(step, wanted)
-    new = {row.seq_id for row in lacking}
-    there = [row for row in wanted if row.seq_id not in new]
+    unscored = entry.unscored(step, wanted)
+    new = {row.seq_id for row in unscored}
+    scored_before = [row for row in wanted if row.seq_id not in new]
     known: Scored | None = Scored()
-    if there:
-        known = entry.target.scored(step, there, entry.scorer.made_by() if entry.scorer.arm.is_identity else None)
+    if scored_before:
+        known = entry.target.scored(
+            step, scored_before, entry.scorer.made_by() if entry.scorer.arm.is_identity else None
+        )
     if known is None:
-        lacking, there, known = wanted, [], Scored()
-    if not lacking:
+        unscored, scored_before, known = wanted, [], Scored()
+    if not unscored:
         return known
-    scored = loaded.score(entry.scorer, entry.scorer.together(lacking, rows), advance)
-    scored = scored if sample is None and not there else scored.only({row.seq_id for row in lacking})
+    scored = loaded.score(entry.scorer, entry.scorer.together(unscored, rows), advance)
+    scored = scored if sample is None and not scored_before else scored.only({row.seq_id for row in unscored})
     if new:
         own = {} if sample is None else {"sample": sample.contract}
         entry.target.add(
@@ -384,7 +383,7 @@ def _scored(
             scored.only(new) if new < {row.seq_id for row in scored.rows} else scored,
             entry.scorer.made_by() | own,
         )
-    if there:
+    if scored_before:
         scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
     return scored
 

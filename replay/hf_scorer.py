@@ -1,4 +1,4 @@
-"""Score an arm with the rebuilt transformers model, using the trainer's own code or our code."""
+"""Score an arm on a rebuilt transformers model, with the trainer's own code or ours."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ LoadKey = tuple[Any, ...]
 
 
 class HfScorer:
-    """Scorer of an arm, on a rebuilt transformers model. All arms with the same load key share this model."""
+    """Scores an arm on a rebuilt transformers model."""
 
     keeps_recorded_rows = True
-    """True if the identity arm must fail instead of running fewer rows per forward pass than recorded."""
+    """True if the identity arm must fail rather than run fewer rows per forward pass than recorded."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -49,7 +49,7 @@ class HfScorer:
             contract = contract | {"packing": None}  # a factory's model does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code of the reason why the recorded attention or experts were replaced; None if they were not replaced."""
+        """Code of the reason for replacing the recorded attention or experts; None if they were kept."""
         self.numerics = Numerics(arm, contract)
         if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
             here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
@@ -72,14 +72,14 @@ class HfScorer:
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
+        """Limit on rows per forward pass since memory ran out; None until then."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
-        """Function that maps a batch to a context manager, which is active during the batch's forward pass."""
+        """Context manager to enter for each forward pass, given the batch."""
         self.calls_whole_model = False
-        """True if logits come from the model's own forward method, which includes the head."""
+        """True if logits come from the model's own forward method, head included."""
 
     def _substitute(self) -> None:
-        """Replace recorded attention or experts that do not run on this machine, and warn about it."""
+        """Replace recorded attention or experts that do not run on this machine, with a warning."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -111,8 +111,8 @@ class HfScorer:
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        """Build the model of this arm, without weights. Raises CannotReplay."""
-        with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU initialises CUDA
+        """Build the model without weights. Raises CannotReplay."""
+        with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU starts CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
                 dtype=self.numerics.dtype, attention=self.numerics.attention, experts=self._experts,
@@ -127,35 +127,33 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts. By default, an fp64 arm gets the one that computes in float64."""
+        """Implementation of a mixture's experts. An fp64 arm defaults to the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype if the arm sets one. Raises CannotReplay."""
+        """Load a version's weights, rounded to the arm's dtype if it sets one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
             models.quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
-        """Key of the model that the arm needs; arms with the same key share a model."""
         made, arm = self.numerics, self.arm
         built = (made.dtype, made.buffers_dtype, made.attention)
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
     def scoring_function(self) -> str:
-        """Full name of the function or class that computes logprobs from a batch."""
         if self._scorer is not None:
             return str(self._scorer.name)
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach a model to this arm and return the scorer. Arms with the same key reuse one scorer per model."""
+        """Return the scorer for a loaded model. Arms with the same key reuse one scorer per model."""
         self._model = model
-        # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
+        # A compiled backbone keeps the hooks of its first forward pass; the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
@@ -168,7 +166,6 @@ class HfScorer:
         return self._scorer
 
     def detach(self) -> None:
-        """Release the model to make room for the next one."""
         self._scorer, self._model, self._routers = None, None, []
 
     def _make(self, model: Any) -> Any:
@@ -194,18 +191,18 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: with recorded batches, all rows of their forward passes."""
+        """Return the rows that must run to score `rows`: if batches are kept, all rows of the same forward passes."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
         return [row for row in of if (row.writer, row.forward_id) in forwards]
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which speed is measured, which are the rows of the first forward pass."""
+        """Return the rows of the first forward pass, on which speed is measured."""
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights. `advance` is called with the number of tokens in each completed forward
+        """Score rows with the loaded weights. `advance` is called with the number of tokens in each finished forward
         pass.
 
         If memory runs out, later forward passes have half as many rows, unless the arm sets the batch shape. Raises
@@ -268,21 +265,18 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Number of columns that attention sees, for rows padded as recorded; None if attention sees all columns."""
+        """Number of columns that attention sees if rows are padded as recorded; None if it sees all of them."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's padding. By default it is right if there is no KV cache and either right padding was recorded or
-        the arm limits the tokens per forward pass (right padding needs fewer columns); otherwise it is left."""
+        """The arm's padding. The default is left, but right without a KV cache if right padding was recorded or if the
+        arm limits the tokens per forward pass, since right padding needs fewer columns."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
     def _given(self, score: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> Any:
-        """Return the logprobs [N] of a forward pass as the model returned them.
-
-        The attention kernels used in the first forward pass are recorded.
-        """
+        """Return the logprobs [N] as the model returned them. The first call records which attention kernels run."""
         with nullcontext() if self.kernels else kernels.observed(self.kernels):
             logprobs_N = score(batch)
         self.kernels = self.kernels or {self.numerics.attention}
@@ -290,7 +284,7 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
+        """Return the contract of this arm's scores: the recorded one with the settings that were actually used."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:
@@ -332,7 +326,7 @@ class HfScorer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if GPU or host memory ran out; torch has no exception class for host memory."""
+    """Return True if GPU or host memory ran out. For host memory, torch has no exception class."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

@@ -1,4 +1,4 @@
-"""Hide the output of libraries that build and run models, unless something fails."""
+"""Hide what libraries print while building and running models, unless something fails."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from ..schemas.errors import TimTraceError
 
 _STDOUT, _STDERR = 1, 2
 _MOST_LINES = 40
-"""Number of last output lines shown with an error."""
 
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Hold back stdout and stderr, including the output of C code. Yield a stream to the real stderr.
+    """Hold back stdout and stderr, including what C code prints. Yield a stream to the real stderr.
 
     If a library raises, its output is written to stderr, since it often contains the reason.
     """
@@ -36,7 +35,7 @@ def library_output_held_back() -> Iterator[TextIO]:
 
 @contextmanager
 def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
-    """Redirect stdout and stderr to a file within the block. Yield the real stderr."""
+    """Redirect both streams to a file within the block, and yield the real stderr."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr

@@ -1,4 +1,4 @@
-"""The model in memory, with its device, the version of its weights, and the attached scorers."""
+"""The model in memory, with its current weights and attached scorers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""An arm's scorer, which builds a model, loads weights, attaches to the model, and scores rows."""
+"""Builds an arm's model, loads weights into it, attaches to it, and scores rows."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
-    """Return an arm's scorer. Raises CannotReplay if this machine cannot run it."""
+    """Raise CannotReplay if this machine cannot run the arm."""
     kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
     return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
-    """A model shared by arms with the same load key. It is rebuilt when a scorer needs another model."""
+    """A model shared by arms with the same load key. It is rebuilt when a scorer needs another one."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -41,12 +41,12 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Seconds to load the weights of the most recent version; 0 if an engine started with these weights."""
+        """Seconds to load the most recent weights; 0 if an engine started with them."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
-        """Score each row with the weights of the row's policy version, or of the version that the arm sets.
+        """Score each row with its own policy version's weights, or with the version that the arm sets.
 
-        `advance` is called with the number of tokens in each completed forward pass.
+        `advance` is called with the number of tokens in each finished forward pass.
         """
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
@@ -57,7 +57,7 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Load the model and the weights that a scorer needs, unless both are already loaded."""
+        """Load the model and weights that a scorer needs, unless they are already loaded."""
         if self._key != (key := scorer.key):
             self.close()
             self._model, self._key = scorer.build(), key
@@ -81,12 +81,11 @@ class LoadedModel:
 
 
 def device_here() -> str:
-    """Return `cuda` if torch sees a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the number of GPUs per actor, which may be a fraction. Raises InvalidOption."""
+    """Return the GPUs per actor, possibly a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

@@ -1,4 +1,4 @@
-"""An arm's settings for a rebuilt transformers model: the recorded contract with the arm's changes."""
+"""The numeric settings of an arm's transformers model: the recorded contract plus the arm's changes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The numeric settings of an arm."""
-
     arm: Arm
     recorded: Contract
     """Contract of the replayed pass."""
 
     @property
     def dtype(self) -> str:
-        """Torch name of the built model's dtype: the arm's dtype, or the parameters' dtype in the recorded forward
-        pass."""
+        """torch's name of the model dtype: the arm's, or that of the parameters in the recorded forward pass."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -35,7 +32,7 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """Torch name of the dtype to which every weight is rounded; None if each weight keeps its own dtype."""
+        """torch's name of the dtype that all weights are rounded to; None if each keeps its own."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
@@ -45,15 +42,14 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if not cast, or if the arm sets a
-        dtype."""
+        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if it did not or the arm sets one."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype to which FSDP rounded the model's logprobs; None if not rounded, or if the arm sets a dtype.
+        """torch dtype to which FSDP rounded the model's logprobs; None if it did not, or if the arm sets a dtype.
 
-        Logits need no rounding, because the head's weights were cast and so the logits already have this dtype.
+        Logits need no rounding: FSDP also cast the head's weights, so they already have this dtype.
         """
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
@@ -63,7 +59,7 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows were recorded in a prefix tree and the arm does not change the layout."""
+        """True if rows run in the recorded prefix tree."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -72,7 +68,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows were recorded end to end and the arm does not change the layout."""
+        """True if rows run end to end, as recorded."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -88,7 +84,7 @@ class Numerics:
 
     @property
     def attention(self) -> str:
-        """The model's attention implementation, as transformers names it; `exact` for the exact engine."""
+        """transformers' name of the attention implementation; `exact` for the exact engine."""
         if self._is_exact:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
@@ -99,13 +95,13 @@ class Numerics:
 
     @property
     def experts(self) -> str | None:
-        """Implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
+        """transformers' name of the experts implementation. Only `eager` computes in float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 
     @property
     def uses_trl(self) -> bool:
-        """True if TRL's own code does the scoring, which is the case whenever TRL supports the arm."""
+        """True if TRL's own code does the scoring, as it does for every arm that it supports."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
@@ -115,18 +111,16 @@ class Numerics:
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits."""
         return float(self.arm.temperature or self.recorded.get("temperature") or 1.0)
 
     @property
     def head_in_fp32(self) -> bool:
-        """True if the head projects in float32, regardless of the other dtypes."""
+        """True if the head projects in float32, whatever the other dtypes are."""
         return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
 
     @property
     def logits_dtype(self) -> Any:
-        """torch dtype of logits and everything computed from them, set by the arm or else recorded; None for the
-        default."""
+        """torch dtype of logits and everything computed from them, set by the arm or recorded; None for the default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -139,5 +133,5 @@ class Numerics:
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype of the head's projection; None for the dtype of the hidden states."""
+        """torch dtype of the head's projection; None for that of the hidden states."""
         return torch.float32 if self.head_in_fp32 else self.autocast

@@ -1,6 +1,6 @@
 """Pack rows into a prefix tree, as TRL does: tokens that rows share run through the model only once.
 
-Shapes: B rows in a forward pass, W tokens in the forward pass.
+Shapes: B rows in a forward pass, W tokens in it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the next token in its row, which is None for the row's last token."""
+"""A token and the next one in its row; None after the last."""
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
-    """Pack rows in the same way as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16), in this order.
+    """Pack rows as trl.experimental.async_grpo.packing.TreeRow does (TRL 1.16), in this order.
 
-    Rows share a token if they have the same token, the same tokens before it, and the same next token. The tree is laid
-    out depth first.
+    Rows share a token if they also share all tokens before it and the next one. The tree is laid out depth first.
     """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}

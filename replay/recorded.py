@@ -1,4 +1,4 @@
-"""Read a trace for replay: the tokens of a step, their forward passes, and their recorded logprobs."""
+"""Read a trace for replay: a step's tokens, how they were grouped into forward passes, and their logprobs."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _UNNEEDED = ("routing", "routing_start", "attempt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """A sequence of a step, with its row in the replayed pass."""
+    """A sequence of a step, as scored in the replayed pass."""
 
     seq_id: str
     prompt_ids: np.ndarray
-    """[P] int32: token ids of the prompt."""
+    """[P] int32 token ids."""
     response_ids: np.ndarray
-    """[T] int32: token ids of the response."""
+    """[T] int32 token ids."""
     logprobs: np.ndarray
-    """[T] float32: log-probabilities, nats; meaningless where `scored` is false."""
+    """[T] float32, nats; meaningless where `scored` is false."""
     scored: np.ndarray
-    """[T] bool: true if the pass has a logprob for this token."""
+    """[T] bool: true if the pass has a logprob for the token."""
     policy_version: int
     contract: str
     writer: str
@@ -57,19 +57,19 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """Number of times that the same pass had already scored this sequence in this step."""
+    """How often this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Source of a `policy_version` that was not recorded with the scores; empty if it was recorded."""
+    """Where `policy_version` comes from if it was not recorded with the scores; else empty."""
     composition_known: bool = True
     """True if the trace shows which rows shared a forward pass. Otherwise each row runs alone."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
-    """Training attempt that recorded the row; None if it was recorded outside training."""
+    """Training attempt that recorded the row; None outside training."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and response tokens."""
+        """Prompt plus response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -100,7 +100,7 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot of the trace, which includes everything added since the last snapshot."""
+        """Take a new snapshot of the trace, with everything added since the last one."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -112,8 +112,7 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """Name of the pass that is scored again: the trainer's pass, or the engine's pass in an imported trace that has
-        no trainer pass."""
+        """The pass to score again: the trainer's, or the engine's if an imported trace has no trainer pass."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
@@ -127,14 +126,11 @@ class RecordedRun:
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
-        """Reader for the weights of each policy version."""
         return open_weights(self.store, self.weights_from)
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in sorted(
-            states, key=lambda state: "class" not in state.model
-        ):  # Engines do not record the model's class.
+        for state in sorted(states, key=lambda state: "class" not in state.model):  # engines do not record the class
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(
@@ -152,19 +148,18 @@ class RecordedRun:
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        """Return the steps in which a pass has scores."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
     @cached_property
     def longest(self) -> int:
-        """Maximum number of prompt and response tokens in a sequence."""
+        """Prompt and response tokens of the longest sequence."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """Return the sequences that have scores in a pass by step, whether sealed or not."""
+        """For each step, return the sequences with scores in a pass, sealed or not."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -173,7 +168,7 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return the step and sequence of a pass's scores in journals that are not sealed yet."""
+        """Return (step, sequence) for a pass's scores in journals that are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -181,17 +176,17 @@ class RecordedRun:
         return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
-        """Return the contract with this hash, under which a pass was recorded. Raises CannotReplay."""
+        """Return the contract with this hash. Raises CannotReplay."""
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
             raise CannotReplay(f"{error}; the pass cannot be replayed without this contract") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """Return the contract of the replayed pass, or of another trainer pass, by its hash. Raises CannotReplay.
+        """Return the contract of the replayed pass, or of another trainer pass. Raises CannotReplay.
 
         Model settings that the contract lacks (as in a custom training loop) are taken from the model's config. An
-        engine pass's contract is ignored, since a replay does not run the engine's code.
+        engine's contract is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
@@ -204,18 +199,16 @@ class RecordedRun:
         return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
-        """Return all contracts under which a pass was recorded."""
+        """Return every contract under which a pass was recorded."""
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
     @cached_property
     def has_routing(self) -> bool:
-        """True if the router choices of the replayed pass were recorded."""
         routed = (ds.field("pass") == self.replayed_pass) & ds.field("routing").is_valid()
         return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
     def check_routing(self) -> None:
-        """Raise CannotReplay if no router choices were recorded."""
         if self.has_routing:
             return
         if not has_experts(self.model["config"]):
@@ -228,12 +221,11 @@ class RecordedRun:
         )
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise CannotReplay if an arm turns adapters off or merges them, but the model has none."""
         if adapter is not None and not self.model.get("adapters"):
             raise CannotReplay(f"adapter {adapter}: the model of {self.store.url} has no adapters; drop this option")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """Return the experts selected for each token of each row.
+        """Return the experts chosen for each token of each row.
 
         Raises CannotReplay if they were not recorded, and DamagedTrace.
         """
@@ -245,10 +237,7 @@ class RecordedRun:
         return read_routing(self.store, places)
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """Return a step's rows in the replayed pass, or in another pass, in the order of their forward passes.
-
-        Raises CannotReplay.
-        """
+        """Return a step's rows in a pass (default: the replayed one), ordered by forward pass. Raises CannotReplay."""
         pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
             raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; the trace may be damaged")
@@ -310,7 +299,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return the given columns of the table rows that meet a condition, from the newest attempt at each step."""
+        """Return columns of the rows that meet a condition, for steps trained again from the newest attempt only."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:
@@ -332,12 +321,12 @@ class RecordedRun:
         return rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True)).select(columns)
 
     def records(self, table: str, condition: ds.Expression, columns: list[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of `table` as tuples of Python values."""
+        """Like `table`, but yield tuples of Python values."""
         found = self.table(table, condition, columns)
         return zip(*(found[name].to_pylist() for name in columns), strict=True)
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
-    """Describe each policy version that was assumed because the scores were recorded without one."""
+    """Describe each policy version that was assumed because none was recorded with the scores."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]

@@ -1,4 +1,4 @@
-"""Results of a replay, and its plan: the remaining work and the expected time."""
+"""The plan of a replay (remaining work and expected time) and its results."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .sample import Sample
 
 @dataclass(slots=True, kw_only=True)
 class ArmPlan:
-    """Work that remains for one arm."""
+    """Remaining work of one arm."""
 
     arm: str
     num_steps: int = 0
-    """Number of steps in which some sequences have no score yet."""
+    """Steps in which some sequences have no score yet."""
     num_sequences: int = 0
-    """Number of sequences without a score."""
+    """Sequences without a score."""
     num_tokens: int = 0
-    """Number of tokens to run through the model, including scored rows that share a forward pass with unscored rows."""
+    """Tokens to run through the model, including rows that are already scored but share a forward pass with others."""
     num_versions: int = 0
-    """Number of times that weights are loaded: once for each change of policy version."""
+    """How many times weights are loaded: once per change of policy version."""
     tokens_per_s: float | None = None
-    """Throughput measured on the first rows, tokens per second; None until measured."""
+    """Speed measured on the first rows; None until measured."""
     load_s: float | None = None
-    """Measured time to load the weights of one policy version, seconds; None until measured."""
+    """Measured seconds to load one policy version's weights; None until measured."""
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time in a single process, seconds; None until the throughput is known."""
+        """Estimated time in a single process; None until the speed is known."""
         if not self.num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -41,13 +41,13 @@ class ArmPlan:
 
 
 class ReplayPlan(list[ArmPlan], Table):
-    """Work that remains for each arm."""
+    """Remaining work of each arm."""
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time for all arms, seconds; None until the throughput is known."""
+        """Estimated time of all arms; None until the speed is known."""
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
@@ -58,7 +58,7 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step under one arm, compared with the pass that is replayed (`train` if recorded): d = replay - train, nats.
+    """One step in one arm, compared with the replayed pass (`train` if recorded): d = replay - train, nats.
 
     If the identity arm was refused, there are no tokens and d is NaN.
     """
@@ -67,7 +67,7 @@ class ReplayedStep:
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens whose logprob matches the recorded logprob bit for bit."""
+    """Tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
@@ -75,20 +75,20 @@ class ReplayedStep:
     not_held: str | None = None
     """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
     code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
-    `unexplained`. None if every bit was reproduced."""
+    `unexplained`. None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm if bits differ: the contract fields that differ, or the reason for a refusal."""
+    """For the identity arm, the contract fields that differ, or the reason for a refusal; empty if all bits match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedArm:
-    """Summary of one arm over all replayed steps; d = replay - train, nats."""
+    """One arm over all replayed steps; d = replay - train, nats."""
 
     arm: str
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens whose logprob matches the recorded logprob bit for bit."""
+    """Share of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
@@ -96,16 +96,16 @@ class ReplayedArm:
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    """The results of every step under every arm."""
+    """The results of every step in every arm."""
 
     def __init__(
         self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
     ):
         super().__init__(steps)
         self.plan = ReplayPlan() if plan is None else plan
-        """The planned work, with time estimates after a dry run."""
+        """The work that was planned, with time estimates after a dry run."""
         self.sample = sample
-        """The sample, if only a sample was scored. In that case, the steps cover only the sample's sequences."""
+        """The sample, if only a sample was scored; results then cover only its sequences."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 
@@ -115,7 +115,6 @@ class ReplayedSteps(list[ReplayedStep], Table):
 
 
 def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
-    """Summarise each arm over its steps."""
     summaries = []
     for name in dict.fromkeys(result.arm for result in results):
         steps = [result for result in results if result.arm == name]

@@ -1,4 +1,4 @@
-"""Draw a random share of a trace's sequences: whole prompt groups, spread over the steps.
+"""Draw a random sample of a trace's sequences: whole prompt groups, spread over the steps.
 
 Shapes: G groups in a step.
 """
@@ -18,37 +18,33 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Seed of every sample: a trace always gives the same groups, and a larger sample includes every smaller sample."""
+"""Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
+"""Number of steps read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, which offsets the places from step to step. Its multiples modulo 1 are spread evenly over [0,
-1) for any choice of steps."""
+"""Golden ratio minus 1. Its multiples modulo 1, the offsets of the steps, are evenly spread for any choice of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The length of a sequence in a step, and the forward pass in which the sequence was recorded."""
+    """A sequence's length, and the forward pass in which it was recorded."""
 
     seq_id: str
     group: str
     """Prompt group; a sequence without a group_id is its own group."""
     num_tokens: int
-    """Number of prompt and response tokens."""
+    """Prompt plus response."""
     version: int
-    """Policy version; -1 if it was not recorded."""
+    """Policy version; -1 if not recorded."""
     forward: tuple[str, int | None]
-    """Writer that recorded the forward pass, and the index of the pass at this writer; None if not recorded."""
+    """Writer and forward_id; the id is None if not recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with the extents of its sequences in the replayed pass.
-
-    At most STEPS_AT_ONCE steps are read at a time.
-    """
+    """Yield each step with the extents of its sequences in the replayed pass, reading STEPS_AT_ONCE steps at a time."""
     for start in range(0, len(steps), STEPS_AT_ONCE):
         part = list(steps[start : start + STEPS_AT_ONCE])
         chosen = ds.field("step").isin(part)
@@ -71,18 +67,18 @@ def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A sample of the groups in the replayed steps. Each group is drawn with probability `share`."""
+    """A sample of prompt groups. Each group is drawn with probability `share`."""
 
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """Groups of the drawn sequences by step and sequence. Steps in which no group was drawn are absent."""
+    """Drawn sequences by step, each with its group. Steps without a drawn group are absent."""
     num_groups: int
-    """Number of groups in all requested steps."""
+    """Groups in all requested steps."""
     num_sequences: int
-    """Number of sequences in all requested steps."""
+    """Sequences in all requested steps."""
     num_steps: int
-    """Number of requested steps."""
+    """Requested steps."""
 
     @property
     def num_drawn(self) -> int:
@@ -91,17 +87,15 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry that a sampled pass adds to its contract. It does not depend on the share, so that samples can be
-        extended."""
+        """Part of a sampled pass's contract. It leaves out the share, so that a sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        """Return the step's rows that are in the sample."""
         return [row for row in rows if row.seq_id in self.steps[step]]
 
 
 def parse_sample(text: str | float) -> float:
-    """Parse a fraction of the sequences (below 1) or a number of them (1 or more). Raises InvalidOption.
+    """Parse a fraction of the sequences (below 1) or a number of sequences (1 or more). Raises InvalidOption.
 
     >>> parse_sample("0.01"), parse_sample("500")
     (0.01, 500.0)
@@ -119,8 +113,7 @@ def parse_sample(text: str | float) -> float:
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample of the replayed pass's sequences at these steps; `wanted` is the result of parse_sample. Raises
-    InvalidOption if no sequence is drawn."""
+    """Draw a sample of the replayed pass; `wanted` is from parse_sample. Raises InvalidOption if it is empty."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:
@@ -142,10 +135,10 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return each group's place in [0, 1). Places are evenly spaced, in random order.
+    """Place the groups of a step in [0, 1), evenly spaced and in random order.
 
-    A sample consists of the groups whose place is below its share. Over all seeds, each place is uniformly distributed.
-    Of G groups, G * share are drawn, rounded up or down at random.
+    A sample consists of the groups placed below its share. Over all seeds, each place is uniformly distributed. Of G
+    groups, G * share are drawn, rounded up or down at random.
     """
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0

@@ -1,4 +1,4 @@
-"""The torch settings of a recorded pass, applied again while the pass is replayed."""
+"""Apply the torch settings of a recorded pass while it is replayed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic cuBLAS algorithms; no effect on a CPU."""
+"""Value that torch requires for deterministic cuBLAS algorithms; no effect on a CPU."""
 _cuda_began: list[str | None] = []
-"""Its only element is the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
+"""Empty until CUDA starts in this process; then one element, the value of CUBLAS_WORKSPACE_CONFIG at that time."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return the setters of recorded settings by name, in the order in which the settings must be applied."""
+    """Return the setters of recorded settings by name, in the order in which they must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {
@@ -59,16 +59,14 @@ def autocast_dtype(contract: Contract) -> Any:
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """Return a context manager that autocasts to the torch dtype `dtype`, or does nothing if `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value within the block.
+    """Within the block, set CUBLAS_WORKSPACE_CONFIG to its recorded value, which CUDA reads when it starts.
 
-    CUDA reads the variable when it starts. If no value was recorded, deterministic algorithms get the value that torch
-    requires. The previous value is restored afterwards.
+    If no value was recorded, deterministic algorithms get the one that torch requires.
     """
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
@@ -100,8 +98,7 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Within the block, apply the recorded settings with the arm's changes. Restore the previous settings
-    afterwards."""
+    """Within the block, apply the recorded settings with the arm's changes."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:
@@ -119,7 +116,7 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
 
 def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """Return the torch settings in effect under an arm."""
+    """Return the torch settings that take effect in an arm."""
     with settings(recorded, arm):
         found = torch_settings()
     return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
@@ -130,6 +127,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA has fewer libraries. The arm's contract records the library that is used.
+        # A torch build without CUDA has fewer libraries. The arm's contract records the one in use.
         with suppress(RuntimeError):
             change(value)

@@ -21,11 +21,10 @@ from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 
 _PROBE_ROWS = 32
-"""Number of rows on which speed is measured."""
 
 
 class VllmScorer:
-    """Scorer of an arm, with a vLLM engine that has the recorded arguments and the arm's changes."""
+    """Scores an arm with vLLM, started with the recorded engine arguments and the arm's changes."""
 
     substitution: str | None = None
 
@@ -44,13 +43,13 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the engine that the arm needs. Arms with the same key share an engine."""
+        """Arms with the same key share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
-        """Torch name of the engine's dtype: the arm's, or else the recorded engine's, or else the trainer's."""
+        """torch's name of the engine's dtype: the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -62,12 +61,12 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # The value that the engine derives for a default matters too: kernels compiled for another value give other bits.
+        # A default that the engine resolved matters too: kernels compiled for another value give other bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
-        # To score a sequence, vLLM also samples one more token.
+        # When vLLM scores a sequence, it also samples one more token.
         recorded, needed = arguments.get("max_model_len"), self.run.longest + 1
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
@@ -82,7 +81,7 @@ class VllmScorer:
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
-            # vLLM does not accept more sequences at a time than tokens.
+            # vLLM rejects more sequences than tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,
@@ -95,7 +94,7 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """Return a vLLM engine, which starts only when it gets its first weights."""
+        """Return an engine, which starts only when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 
@@ -104,34 +103,27 @@ class VllmScorer:
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
-        """Score with this engine."""
         self._engine = engine
         return shared
 
     def detach(self) -> None:
-        """Release the engine."""
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`, which are only `rows` themselves."""
+        """vLLM needs no other rows."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which speed is measured."""
         return rows[:_PROBE_ROWS]
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights.
-
-        The temperature is applied here, because vLLM's logprobs do not include the temperature.
-        """
+        """Apply the temperature here, because vLLM's logprobs do not include it."""
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
         advance(sum(row.num_tokens for row in rows))
         return Scored(rows=rows, logprobs=values)
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores."""
         from ..tracer.hooks.vllm_contract import Conditions, engine_contract
 
         assert self._engine is not None

@@ -1,4 +1,4 @@
-"""Settings for how much of each token's distribution is recorded, and for which sequences."""
+"""How much of each token's distribution is recorded, and for which sequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LEVELS = (LOGPROBS, TOPK, LOGITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Recording level for token distributions, and the share of sequences recorded at this level."""
+    """How much of each token's distribution to record, and for which sequences."""
 
     level: str = "logprobs"
-    """Recording level: `logprobs` (sampled token only), `topk` or `logits`."""
+    """`logprobs` (sampled token only), `topk` or `logits`."""
     k: int | None = None
-    """Number of most probable tokens recorded per position at level `topk`; None for the other levels."""
+    """Number of tokens kept per position at level `topk`, most probable first; None for other levels."""
     fraction: float = 1.0
     """Share of sequences, from 0 to 1, whose distributions are kept. `logprobs` are kept for all sequences."""
 
@@ -36,7 +36,7 @@ class Capture:
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
-        """Read `logprobs`, `topk:K` or `logits`.
+        """Parse `logprobs`, `topk:K` or `logits`.
 
         >>> Capture.parse("topk:20", 0.1)
         Capture(level='topk', k=20, fraction=0.1)
@@ -55,7 +55,7 @@ class Capture:
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if the distributions of a sequence are kept. Every process and run makes the same choice.
+        """Return True if a sequence's distributions are kept. Every process and run makes the same choice.
 
         The choice hashes (step, seq_id), so the random state of the training process is unaffected.
         """

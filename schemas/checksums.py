@@ -10,25 +10,24 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Number of bytes covered by one block checksum. Reads are extended to whole blocks so that they can be verified."""
+"""Bytes covered by one block checksum. Reads are extended to whole blocks so that they can be verified."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Block size of files intended for small reads from object storage."""
+"""Block size of files that are read in small pieces from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
-"""Size of a block checksum, in bytes."""
 
 Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """Size, checksums and row range of a finished file, which never changes afterwards."""
+    """A finished file, which never changes again: size, checksums and row range."""
 
     num_bytes: int
     hash: str
     """XXH3-128 of the whole file, 32 hexadecimal digits, as printed by `xxhsum -H2`."""
     num_rows: int | None = None
-    """Number of rows in a table file; None for other files."""
+    """Rows in a table file; None for other files."""
     steps: tuple[int, int] | None = None
     """First and last step in a table file; None for other files and empty tables."""
     footer: str | None = None
@@ -36,22 +35,21 @@ class SealedFile:
 
 
 def sealed(content: Bytes) -> SealedFile:
-    """Return the size and checksum of a file with the given content."""
     return SealedFile(num_bytes=len(content), hash=whole_hash(content))
 
 
 def whole_hash(content: Bytes) -> str:
-    """Return the XXH3-128 of `content`, 32 hexadecimal digits."""
+    """Return the XXH3-128 as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def short_hash(content: Bytes) -> str:
-    """Return the XXH3-64 of `content`, 16 hexadecimal digits."""
+    """Return the XXH3-64 as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:
-    """Incremental checksums for a stream: one per block and one for the whole stream."""
+    """Checksums of a stream, updated as it grows: one per block and one for the whole stream."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -61,7 +59,6 @@ class BlockDigests:
         self.num_bytes = 0
 
     def add(self, content: Bytes) -> None:
-        """Append a piece of any length to the stream."""
         view, start = memoryview(content), 0
         while start < len(view):
             part = view[start : start + self._block_bytes - self.num_bytes % self._block_bytes]
@@ -75,7 +72,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """Concatenated checksums of all blocks added, DIGEST_BYTES each. The last block may be incomplete."""
+        """Checksums of all blocks so far, concatenated, DIGEST_BYTES each. The last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 
@@ -85,7 +82,7 @@ class BlockDigests:
 
 
 def block_digest(*parts: Bytes) -> bytes:
-    """Return the XXH3-64 hash of a block, given in one or more pieces, as big-endian bytes."""
+    """Return the big-endian XXH3-64 of a block, given in one or more pieces."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

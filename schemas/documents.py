@@ -1,5 +1,7 @@
-"""Write a trace's JSON documents with a checksum, and read them with type checks on every field: trace.json (the format
-version and the run's identity), writers/<id>.json, and the contracts of passes.
+"""The JSON documents of a trace: trace.json (format version and identity of the run), writers/<id>.json, and the
+contracts of passes.
+
+Each document has a checksum, and the type of every field is checked when it is read.
 """
 
 from __future__ import annotations
@@ -18,30 +20,30 @@ from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
 
 CHECKSUM = "checksum"
-"""Name of the checksum field, which holds the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
+"""Name of the checksum field: the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
-"""Maximum size of a document, in bytes."""
+"""Size limit of a document, in bytes."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of values in a document; it keeps recursive readers within the stack limit."""
+"""Limit on nested values in a document, so that recursive readers do not overflow the stack."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
 
 
 def now() -> str:
-    """Return the current time, ISO 8601 in UTC."""
+    """Return the current UTC time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def to_document(values: Mapping[str, Any]) -> str:
-    """Return `values` as a JSON document that includes a checksum."""
+    """Return `values` as JSON with a checksum."""
     content = plain(values)
     text = json.dumps({**content, CHECKSUM: whole_hash(_canonical(content).encode())})
     return msgspec.json.format(text, indent=1) + "\n"  # 10 times faster than json's own indentation
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return a document's fields with its checksum. Raises DamagedTrace with `where` and `what` in the message."""
+    """Parse a document without verifying its checksum. Raises DamagedTrace, with `where` and `what` in the message."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
@@ -51,7 +53,7 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def _check(document: Any, content: bytes) -> None:
-    """Raise ValueError or TypeError for content that readers cannot process; `content` is the document's text."""
+    """Raise ValueError or TypeError for values that readers cannot process. `content` is the text of the document."""
     if not isinstance(document, dict):
         raise TypeError(f"it is of type {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
@@ -76,7 +78,7 @@ def _integer(text: str) -> int:
 
 
 def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the fields of a document, except its checksum. Raises DamagedTrace if they do not match the checksum."""
+    """Verify a document's checksum and return the other fields. Raises DamagedTrace."""
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
     if checksum != whole_hash(_canonical(values).encode()):
@@ -86,7 +88,7 @@ def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """Return the same text as `canonical_json(values)`, but faster if all numbers are finite."""
+    """Return the same text as `canonical_json`, but faster if all numbers are finite."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -94,7 +96,7 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing fields and wrong types."""
+    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing or mistyped fields."""
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -107,36 +109,35 @@ def _first_line(error: Exception) -> str:
 
 FORMAT = "tim-trace"
 FORMAT_VERSION = 2
-"""Version 1, which had no checksums, was never released and is not read."""
+"""Version 1 had no checksums, was never released, and is not read."""
 
 _WHAT = "the trace.json of a trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The file that makes a folder a trace; written once and never changed."""
+    """trace.json, the file that makes a folder a trace. It is written once and never changed."""
 
     run_id: str
-    """UUID of the run; unchanged when the trace folder is moved."""
+    """UUID of the run, which stays the same if the trace folder is moved."""
     created_at: str
-    """Time when recording began, ISO 8601 in UTC."""
+    """Start of the recording, ISO 8601 in UTC."""
     created_by: str
-    """Version of tim-trace that created the trace."""
+    """tim-trace version that created the trace."""
     source: str
     """How the trace was created: `record`, `recorder` (the Python API), or `import <format>`."""
     command: tuple[str, ...] = ()
-    """The recorded command and its arguments; empty if no command was recorded."""
+    """The recorded command and its arguments; empty if there was none."""
     capture: str = "logprobs"
-    """Recording level for token distributions: `logprobs`, `topk:K` or `logits`."""
+    """`logprobs`, `topk:K` or `logits`: see `Capture`."""
     capture_fraction: float = 1.0
     """Share of sequences, from 0 to 1, whose token distributions are kept."""
     weights_from: str | None = None
-    """Folder with the run's Hugging Face checkpoints if weights are read from checkpoints; else None."""
+    """Folder of the run's Hugging Face checkpoints, if weights are read from there; else None."""
     format_version: int = FORMAT_VERSION
 
     @property
     def is_import(self) -> bool:
-        """True if the trace was imported from another tool's files."""
         return self.source.startswith("import ")
 
     def to_json(self) -> str:
@@ -144,7 +145,7 @@ class Manifest:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Parse trace.json. `where` names the file in error messages. Raises DamagedTrace and NewerTrace."""
+    """Parse trace.json; `where` names the file in error messages. Raises DamagedTrace and NewerTrace."""
     found = read_object(content, where, _WHAT)
     version = found.get("format_version")
     if found.get("format") != FORMAT or type(version) is not int or version < FORMAT_VERSION:
@@ -163,82 +164,81 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""Prefix of the names of writers that merge other writers' files."""
+"""Name prefix of writers that merge other writers' files."""
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself, which records the exit code; an id is appended if the name is taken."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WriterState:
-    """State of one writer in the trace."""
+    """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Name of the writer and prefix of all its file names."""
+    """Name of the writer, with which all its file names begin."""
     run_id: str = ""
-    """UUID of the recorded run."""
     state: str = OPEN
-    """State of the writer: `open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
+    """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
-    """Reason why the writer failed; None if it did not fail."""
+    """Why the writer failed; None if it did not."""
     host: str = ""
     boot_id: str | None = None
-    """Identifier of the machine's current boot; None if the system does not provide one."""
+    """Id of the machine's current boot; None if the system does not provide one."""
     pid_namespace: str | None = None
-    """PID namespace to which `pid` belongs; None if the system does not provide one."""
+    """PID namespace of `pid`; None if the system does not provide one."""
     pid: int = 0
     process_start: int | None = None
-    """Start time of the process, in clock ticks since boot. Together with the pid, it identifies a process."""
+    """Start of the process, in clock ticks since boot. Together with the pid, it identifies the process."""
     rank: int | None = None
-    """Rank of the process in its process group; None if there is no process group."""
+    """Rank in the process group; None without a process group."""
     opened_at: str = ""
-    """Time when the writer was opened, ISO 8601 in UTC."""
+    """ISO 8601 in UTC."""
     closed_at: str | None = None
-    """Time when the writer was closed, ISO 8601 in UTC; None while it is open or if its process was killed."""
+    """ISO 8601 in UTC; None while the writer is open or if its process was killed."""
     attempt: int | None = None
-    """Number of the training attempt, from 1; resuming a run begins a new attempt. None outside training."""
+    """Training attempt, from 1; resuming a run begins a new one. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers of one attempt; for `tim-trace record`, the prefix of the keys of all attempts."""
+    """Key shared by all writers of an attempt; for `tim-trace record`, the prefix of the keys of all its attempts."""
     files: dict[str, SealedFile] = field(default_factory=dict)
-    """Sealed files by their path in the trace."""
+    """Sealed files, by path in the trace."""
     replaced: tuple[str, ...] = ()
-    """Files of other writers that were merged into this writer's files; readers ignore them until they are removed."""
+    """Other writers' files that were merged into this writer's. Readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
     """Paths of journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """For each journal sealed after its process died, the size of the incomplete record at its end, in bytes."""
+    """Bytes of the incomplete record at the end of each journal that was sealed after its process died."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Size and checksums of each file at import, by path in its folder; `num_rows` is the number of lines read."""
+    """The imported files at the time of the import, by path in their folder; `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
-    """Import options that later imports into the same trace must repeat."""
+    """Options that later imports into the same trace must repeat."""
     attached_from: str | None = None
-    """Folder from which this writer attached weights to the trace; None for other writers."""
+    """Folder from which this writer attached weights; None for other writers."""
     is_removed: bool = False
-    """True while the writer's files are being removed; readers ignore the files."""
+    """True while the writer's files are being removed; readers ignore them."""
     program: tuple[str, ...] = ()
     """Command line of the process."""
     exit_code: int | None = None
     """Exit code of the recorded command; None except for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Versions of the hooked libraries, by name."""
+    """Versions of the hooked libraries."""
     not_recorded: tuple[str, ...] = ()
-    """Data that could not be recorded and why, one sentence each."""
+    """What could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
-    """Number of response tokens in the recorded sequences."""
+    """Response tokens in these sequences."""
     num_eval_sequences: int = 0
-    """Number of evaluation sequences, which num_sequences and num_tokens do not include."""
+    """Evaluation sequences, which num_sequences and num_tokens do not count."""
     spent_s: float = 0.0
-    """Time that hooks spent in the recorded program's thread, including waiting time, in seconds."""
+    """Seconds that hooks spent in the recorded program's thread, including waiting."""
     cpu_s: float | None = None
-    """CPU time of this process's hooks and writer threads, in seconds; None until the process ends."""
+    """CPU seconds of this process's hooks and writer threads; None until the process ends."""
     waited_s: float = 0.0
-    """Time that the recording thread waited for the disk, in seconds."""
+    """Seconds that the recording thread waited for the disk."""
     model: dict[str, Any] = field(default_factory=dict)
     """The trained model: name, class, config, number of parameters, dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """The tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of all installed libraries, by name."""
+    """Versions of all installed libraries."""
 
     @property
     def is_launcher(self) -> bool:
@@ -275,13 +275,13 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""Value of `packing` for TRL's TreeRow: the samples in a forward pass form a tree of shared prefixes."""
+"""`packing` of TRL's TreeRow: the samples in a forward pass form a tree of shared prefixes."""
 PACKED_ROWS = "rows"
-"""Value of `packing` for rows concatenated without padding, as with verl's use_remove_padding."""
+"""`packing` of rows concatenated without padding, as with verl's use_remove_padding."""
 
 
 def canonical_json(value: Any) -> str:
-    """Return the canonical JSON of `value`: sorted keys, no spaces."""
+    """Return `value` as JSON with sorted keys and no spaces."""
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -303,7 +303,7 @@ def engine_dtype(contract: Contract) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types; objects of other types are converted with `str`."""
+    """Convert a value to JSON types; anything that JSON cannot represent becomes its `str`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -322,7 +322,7 @@ _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sampl
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield each field that differs, as `field: recorded X, now Y`."""
+    """Yield `field: recorded X, now Y` for each field that differs."""
     for name in sorted({*recorded, *now} - _NOT_NUMERIC):
         before, after = recorded.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

@@ -13,7 +13,7 @@ _speaks_options = False
 
 @contextmanager
 def speaking_options() -> Iterator[None]:
-    """Make errors, warnings and notes show options as command-line flags inside this context."""
+    """Within this context, show options in messages as command-line flags."""
     global _speaks_options
     before, _speaks_options = _speaks_options, True
     try:
@@ -23,12 +23,12 @@ def speaking_options() -> Iterator[None]:
 
 
 def speaks_options() -> bool:
-    """Return True inside `speaking_options`. The value is passed on to worker processes."""
+    """Return True inside `speaking_options`. Worker processes are started with the same value."""
     return _speaks_options
 
 
 def option(name: str, value: object = True) -> str:
-    """Return an option as the caller writes it: a keyword in Python, a flag on the command line.
+    """Return an option as the caller would write it: a keyword in Python, a flag on the command line.
 
     >>> option("force"), option("by", "step")
     ('force=True', "by='step'")
@@ -47,7 +47,7 @@ def option(name: str, value: object = True) -> str:
 
 
 def options(values: Mapping[str, object]) -> str:
-    """Return several options as the caller writes them: Python keywords or command-line flags."""
+    """Return several options as the caller would write them."""
     return (" " if _speaks_options else ", ").join(option(name, value) for name, value in values.items())
 
 
@@ -68,7 +68,7 @@ class TimTraceError(Exception):
 
     @property
     def message(self) -> str:
-        """The error message without the option's name."""
+        """The message without the option's name."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ _WAYS_OUT = {
 
 
 def of_system(error: OSError, where: str | None = None) -> StorageError:
-    """Convert an OSError to a StorageError; `where` names the file if the error does not."""
+    """Convert an OSError; `where` names the file if the error does not."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -167,7 +167,7 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
 
 
 class TimTraceWarning(UserWarning):
-    """A request was not fulfilled exactly as asked; the message explains the difference."""
+    """The request was not carried out exactly as asked; the message says how."""
 
 
 class DamageWarning(TimTraceWarning):
@@ -195,7 +195,7 @@ def tell_damage(sentences: Iterable[str]) -> None:
 
 
 def _depth() -> int:
-    """Return the number of frames from this function's caller to the first one outside this package."""
+    """Return the stacklevel, seen from the caller, of the first frame outside this package."""
     package, depth = __name__.partition(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -1,4 +1,4 @@
-"""File layout in a trace's folder."""
+"""File layout of a trace folder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FOLDERS = (*TABLES, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER, I
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""Names of the sequence table and the score table of each split (training or evaluation)."""
+"""Sequence table and score table of each split."""
 
 HYPERPARAMETER = "hyperparameter/"
-"""Prefix that distinguishes a run's settings from other logged metrics."""
+"""Prefix of the metrics that are settings of the run."""
 ROUTING = "_routing"
-"""Prefix of Zarr groups with router choices; the pass name is appended. No pass name begins with an underscore."""
+"""Prefix of Zarr groups with router choices; the pass name follows. No pass name begins with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Prefix of unfinished files and folders, which readers skip."""
+"""Unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
-"""Prefix of files that reserve disk space."""
+"""Files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix of folders that hold a complete trace that was replaced by a new one."""
+"""Folders with a complete trace that a new one has replaced."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix of folders into which a trace is moved before it is replaced; some files may still be at the old path."""
+"""Folders into which a trace is moved before it is replaced; some of its files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix of folders in which a trace is being written; each is renamed once the trace is complete."""
+"""Folders in which a trace is being written; they are renamed once the trace is complete."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -40,7 +40,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A batch of one writer's records: first a journal, sealed later as Parquet and Zarr."""
+    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr. Paths start at the trace."""
 
     writer: str
     number: int
@@ -51,21 +51,18 @@ class Segment:
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """Parse a segment name `<writer>-<number>`; return None for any other name."""
+        """Parse `<writer>-<number>`; return None for any other name."""
         match = _SEGMENT.fullmatch(name)
         return cls(match["writer"], int(match["number"])) if match else None
 
     def journal(self, table: str) -> str:
-        """Return the path of this segment's journal for a table, relative to the trace."""
         return f"{JOURNAL}/{self.name}.{table}.arrows"
 
     def parquet(self, table: str) -> str:
-        """Return the path of this segment's sealed file for a table, relative to the trace."""
         return f"{table}/{self.name}.parquet"
 
     @property
     def dense(self) -> str:
-        """Path of this segment's Zarr group, relative to the trace."""
         return f"{DENSE}/{self.name}"
 
 
@@ -105,7 +102,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if a file of this name can belong to a tokenizer: not code, weights or a model config.
+    """Return True if a file of this name can belong to a tokenizer: no code, no weights, no model config.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)
@@ -114,12 +111,12 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder; having the prefix is not enough."""
+    """Return True if tim-trace uses this name for unfinished files or folders. The prefix alone is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own(relative: str) -> bool:
-    """Return True if tim-trace writes files at this path of a trace. Tokenizer files with other names are not covered.
+    """Return True if tim-trace writes a file at this path of a trace, apart from tokenizer files with unusual names.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

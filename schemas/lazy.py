@@ -1,4 +1,4 @@
-"""Packages that import their public names on first use, and check the arguments of public functions."""
+"""Packages that import their public names on first use and check the arguments of public functions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during imports, which create no garbage. Otherwise, importing torch and
-    transformers spends a sixth of its time in the collector."""
+    """Pause the garbage collector during imports, which create no garbage. Otherwise it takes a sixth of the time
+    needed to import torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def make_lazy(package: str, sources: Mapping[str, str]) -> None:
-    """Make a package import its public names on first use. `sources` maps each name to its module."""
+    """Make a package import its public names on first use; `sources` maps each name to its module."""
     module = sys.modules[package]
     vars(module)["_sources"] = sources
     module.__class__ = LazyPackage
@@ -100,7 +100,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return True if a value matches an annotation; every value matches an unsupported annotation."""
+    """Return True if a value matches an annotation. Unsupported annotations match every value."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)

@@ -1,4 +1,4 @@
-"""Read a run's policy loss from the recorded hyperparameters."""
+"""Policy losses, and how to read a run's loss from its hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGGREGATIONS = (
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
-"""Range, in nats, to which vespo clamps a sequence's log-ratio and the log of each correction weight."""
+"""Range, in nats, to which vespo clamps each sequence's log-ratio and the log of each correction weight."""
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
@@ -42,22 +42,22 @@ class Loss:
     phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
     and vespo do not clip."""
     level: str = TOKEN
-    """Level of the ratio. `token`: one ratio per token; `sequence_mean`: one per sequence, computed from the mean log-ratio
-    (GSPO); `sequence_sum`: one per sequence, computed from the summed log-ratio."""
+    """What each ratio covers. `token`: one ratio per token; `sequence_mean`: one per sequence, from the mean log-ratio
+    (GSPO); `sequence_sum`: one per sequence, from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
+    """For ppo_clip, the upper bound minus 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
     """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if the loss has none."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
+    """In sapo, tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg."""
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
-    """Values of k and lambda in vespo where A >= 0."""
+    """k and lambda in vespo where A >= 0."""
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    """Values of k and lambda in vespo where A < 0."""
+    """k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
     """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current` (rho is 1)."""
     aggregation: str = "token_mean"
@@ -70,13 +70,13 @@ class Loss:
 
     Only unmasked tokens count. The number of sequences includes those without an unmasked token."""
     max_tokens: int | None = None
-    """Number of tokens per sequence by which the aggregation `constant` divides; None for other aggregations."""
+    """Tokens per sequence that aggregation `constant` divides by; None for other aggregations."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL term, which is the k3 estimate against the `reference` pass."""
+    """Coefficient of the KL term, the k3 estimate against the `reference` pass."""
     kl_weighted: bool = False
     """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
     kl_level: str | None = None
-    """Level of the ratio in the KL term; None if it is the same as `level`."""
+    """`level` of the ratio in the KL term; None if it is the same."""
     correction: str = "none"
     """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask`
     is r if r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho
@@ -84,7 +84,7 @@ class Loss:
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
-    """Settings in the run that change the loss but are not represented by the other fields."""
+    """Settings of the run that change the loss but are not covered by the other fields."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -107,12 +107,12 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss clips the ratio, as determined per token in analysis.statistics.loss.is_clipped."""
+        """True if the loss clips the ratio. Whether a token is clipped: see analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters; unchanged settings of other losses are omitted."""
+        """Settings to record with Recorder.add_hyperparameters, without unchanged settings of other losses."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -124,7 +124,7 @@ class Loss:
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
-    """Return the loss described by a run's hyperparameters (names without `hyperparameter/`); None if unknown.
+    """Return the loss that a run's hyperparameters describe (names without `hyperparameter/`), or None.
 
     Supports Recorder.add_loss and the settings of TRL's GRPO and RLOO trainers.
     """
@@ -141,9 +141,7 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
     """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
 
-    Other fields are taken from `recorded`, or have their defaults.
-
-    Raises InvalidOption.
+    Fields that are not given come from `recorded`, or keep their defaults. Raises InvalidOption.
 
     >>> parse_loss("clip_high=0.28").clip_high
     0.28
@@ -201,11 +199,11 @@ _GRPO_AGGREGATIONS = {
 _GRPO_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-"""TRL settings with the same name and default as a field in `Loss`."""
+"""TRL settings that have the same name and default as a field of `Loss`."""
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Return the loss of TRL's GRPO trainer. Source: TRL 1.16, GRPOTrainer._compute_loss."""
+    """Follow TRL 1.16, GRPOTrainer._compute_loss."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -229,7 +227,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return TRL's aggregation: it averages over a generation batch, which may span several optimizer steps."""
+    """TRL averages over a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -238,7 +236,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (TRL 1.16, RLOOTrainer._compute_loss)."""
+    """Follow TRL 1.16, RLOOTrainer._compute_loss. The KL term is part of the reward, not of the loss."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),
@@ -253,7 +251,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings that can change the loss, each with the value at which it has no effect."""
+"""Other TRL settings that can change the loss, each with the value that has no effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -261,6 +259,6 @@ def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _number(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return a setting as a number; `default` if it is missing, None or the text "None"."""
+    """Return a setting as a float; `default` if it is missing, None or the text "None"."""
     value = values.get(name)
     return default if value is None or value == "None" else float(value)

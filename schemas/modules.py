@@ -1,4 +1,4 @@
-"""Classify a tensor's module by its name."""
+"""Classify modules by the names of their tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WORDS = (
     (ATTENTION, r"attn|attention"),
     (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
 )
-"""Kind of module, and a pattern that its tensor names contain; the first match wins."""
+"""Patterns to search for in tensor names; the first match wins."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys under which models state their number of experts."""
+"""Config keys for the number of experts; models use different ones."""
 
 
 def module_of(name: str) -> str:
@@ -32,10 +32,10 @@ def module_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a tensor's module: embedding, attention, mlp, norm, head or other.
+    """Return the kind of module that a tensor belongs to, one of KINDS.
 
-    A norm inside an attention module counts as a norm. A tied head is stored under the embedding's name, so it counts as an
-    embedding.
+    A norm inside an attention module counts as a norm. A tied head is stored under the embedding's name, so it counts
+    as an embedding.
 
     >>> kind_of("model.layers.11.self_attn.q_norm.weight"), kind_of("model.layers.0.mlp.up_proj.weight")
     ('norm', 'mlp')
@@ -47,6 +47,5 @@ def kind_of(name: str) -> str:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Return True if a model's config describes a mixture of experts."""
     text = config.get("text_config") or config
     return any(text.get(name) for name in _EXPERTS)

@@ -10,7 +10,7 @@ from .errors import InvalidRecord
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix of the column that holds a pass's logprobs in an import file, as in `train_logprobs`."""
+"""Suffix of logprob columns in an import file, as in `train_logprobs`."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
@@ -36,8 +36,7 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the pair of passes to compare: train:rollout, else another pass and rollout, else the first two
-    passes; None if there are fewer than two passes."""
+    """Return the passes to compare: train:rollout, else another pass and rollout, else the first two, else None."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -1,4 +1,4 @@
-"""Base classes for command results: text, notebook display and conversion to tables."""
+"""Base classes of command results: printed text, notebook display and conversion to tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .errors import NotInstalled
 
 
 class Result:
-    """The result of a command. It is displayed as the command's text output, both by print and in a notebook."""
+    """The result of a command. Printing it, or displaying it in a notebook, gives the command's text output."""
 
     __slots__ = ()
 
     _text: ClassVar[str]
-    """Function that renders the result as text, given as module:function."""
+    """Renderer, as module:function."""
 
     def __str__(self) -> str:
         return rendered(self, self._text)
@@ -26,22 +26,20 @@ class Result:
 
 
 def rendered(result: Result, renderer: str) -> str:
-    """Render a result as text with `renderer`, given as module:function."""
     module, _, function = renderer.partition(":")
     return str(getattr(import_module(module), function)(result))
 
 
 class Table(Result):
-    """A result with rows, convertible to pandas, Arrow and Polars."""
+    """A result with rows, which converts to pandas, Arrow and Polars."""
 
     __slots__ = ()
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return the column names and the rows."""
         raise NotImplementedError
 
     def arrow(self) -> Any:
-        """Return the rows as a pyarrow.Table. Columns with values of mixed types are converted to text."""
+        """Return the rows as a pyarrow.Table. Columns with mixed types become text."""
         import pyarrow as pa
 
         names, rows = self._table()
@@ -66,7 +64,7 @@ class Table(Result):
 
 
 _MOST_SHOWN = 100
-"""Maximum number of rows shown in a notebook."""
+"""Number of rows shown in a notebook."""
 
 
 def _cell(value: Any) -> str:

@@ -17,7 +17,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
 
     Negative numbers count recorded steps from the end: `-1` is the last, `-10:` the last ten.
 
-    Raises InvalidOption if no step is selected; `of` names the run in the error message.
+    Raises InvalidOption if no step matches; `of` names the run in the message.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]
@@ -34,7 +34,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
 
 
 def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
-    """Return the selected steps, possibly none, like `parse_steps`. Raises InvalidOption for invalid syntax."""
+    """Like `parse_steps`, but return an empty list if no step matches. Raises InvalidOption for invalid syntax."""
     return sorted(set().union(*(_part(part.strip(), text, recorded) for part in text.split(","))))
 
 
@@ -65,7 +65,7 @@ def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
 def named_range(text: str) -> tuple[int, int | None] | None:
     """Return the first and last step that `text` can select; the last is None if the range is open-ended.
 
-    Returns None if the range depends on the recorded steps.
+    Return None if the range depends on which steps were recorded.
 
     >>> named_range("3,20:40:5")
     (3, 40)

@@ -1,4 +1,4 @@
-"""Column definitions for sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
+"""Tables in sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ RUN_STATISTICS = Table(
 )
 
 STATISTICS = tuple(column.name for column in _STATISTICS)
-"""Names of the statistics stored per group of sequences, in column order."""
+"""Statistics stored per group of sequences, in column order."""
 
 OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
-"""Tables with one row per pair of passes for the whole run."""
+"""Tables with one row per pair of passes."""
 
 KINDS = {
     table.name: table
@@ -138,4 +138,4 @@ KINDS = {
         SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
     )
 }  # fmt: skip
-"""Column definitions of the tables in sums/, by the first part of the file name."""
+"""Tables in sums/, by the first part of their file names."""

@@ -1,4 +1,4 @@
-"""Column definitions for a trace's Parquet tables: meaning, unit, alignment and meaning of NULL."""
+"""Columns of a trace's Parquet tables: meaning, unit, alignment and meaning of NULL."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ PER_RESPONSE_TOKEN = "one element per response token"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Definition of one table column."""
-
     name: str
     type: pa.DataType
     doc: str
-    """Description of the column's values."""
     _: KW_ONLY
     unit: str = ""
-    """Unit of the column's values; empty if they have none."""
+    """Empty if the values have no unit."""
     alignment: str = "one value per row"
-    """Description of what each value or list element belongs to, such as a row or a token."""
+    """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL; empty for a required column. Other columns may be missing in files of older releases."""
+    """Meaning of NULL; empty for a required column. Files from older releases may lack the other columns."""
     keyword: str = ""
-    """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
+    """Keyword of Recorder.add_sequences for this column, if it differs from the column's name."""
     is_made: bool = False
-    """True if the recorder fills in the values: neither a keyword nor an imported file supplies them."""
+    """True if the recorder fills in the column; it is neither a keyword nor imported."""
     is_sampling: bool = False
-    """True if the column is a sampler setting, whose differences are reported when runs are compared."""
+    """True for a sampler setting. Differences in these are reported when runs are compared."""
     is_name: bool = False
-    """True if the column holds identifiers: integers are accepted and converted to text."""
+    """True for identifiers: integers are accepted and stored as text."""
     takes_flags: bool = False
     """True if booleans are accepted as 1 and 0, for rewards that are pass/fail checks."""
     repeats: bool = False
-    """True if many rows share the same text, so that Parquet uses dictionary encoding for the column."""
+    """True if many rows have the same text, so that Parquet dictionary-encodes the column."""
 
     @property
     def field(self) -> pa.Field:
@@ -51,21 +48,19 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Definition of one table in the trace."""
-
     name: str
     doc: str
     columns: tuple[Column, ...]
     schema: pa.Schema = field(init=False, repr=False, compare=False)
     optional: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Names of the columns that may be missing from a file."""
+    """Columns that may be missing from a file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", pa.schema([column.field for column in self.columns]))
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return a batch with NULL in columns that older releases lacked; None for a batch of another table."""
+        """Return the batch with NULLs for columns that older releases lacked; None for another table's batch."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -338,8 +333,7 @@ TABLES = {
 }
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
-"""Sequence columns that Recorder.add_sequences and imports accept, by name."""
+"""Sequence columns that Recorder.add_sequences and imports accept."""
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
-"""Names of the columns with sampler settings."""
 TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)
-"""Names of the score columns with one value per response token, which Recorder.add_scores accepts."""
+"""Score columns with one value per response token, which Recorder.add_scores accepts."""

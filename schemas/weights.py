@@ -1,8 +1,8 @@
-"""Format of stored weights, which hold the bits of every tensor per policy version.
+"""Format of stored weights: the bits of every tensor, for each policy version.
 
-A writer stores its versions in segments. A segment has one bit array per dtype, with one row per version. The first row is
-a keyframe, which holds the full bits. Each later row is a delta: the elements that changed since an earlier row or, if
-many changed, the XOR between the version's bits and the previous version's bits.
+A writer stores its versions in segments. A segment has one array of bits per dtype, with one row per version. The first
+row is a keyframe, which holds the full bits. Each later row is a delta: the elements that changed since an earlier row
+or, if many changed, the XOR with the bits of the previous version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes per element of each supported dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +28,18 @@ class StoredTensor:
     """Location of one tensor in a segment."""
 
     name: str
-    """Tensor name: its key in the model's state_dict."""
+    """The tensor's key in the model's state_dict."""
     dtype: str
-    """Dtype under torch's name, such as `bfloat16`."""
+    """torch's name, such as `bfloat16`."""
     shape: tuple[int, ...]
     """Shape of the tensor, or of this writer's shard of it."""
     start: int
-    """Index of the tensor's first element in the segment's array for the dtype. Elements are in row-major order."""
+    """Index of the first element in the segment's array for the dtype. Elements are in row-major order."""
     whole_shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor if it is sharded across several writers; else None."""
+    """Shape of the whole tensor if several writers store shards of it; else None."""
     offsets: tuple[int, ...] | None = None
-    """Start of the shard in the whole tensor, one index per dimension. A single index for a tensor with several dimensions
-    means that the shard is a contiguous range of the flattened tensor, starting there (FSDP1)."""
+    """Start of the shard in the whole tensor, one index per dimension. A single index for a tensor with several
+    dimensions means that the shard is a contiguous range of the flattened tensor (FSDP1)."""
 
     @property
     def numel(self) -> int:
@@ -49,15 +48,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """Tensors in a segment and their locations."""
-
     tensors: tuple[StoredTensor, ...]
     tied: dict[str, str] = field(default_factory=dict)
     """For each tied tensor, the name of the stored tensor with the same values."""
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Number of elements per row in the segment's array for each dtype."""
+        """Elements per row in the segment's arrays, by dtype."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -65,7 +62,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one version before compression, in bytes."""
+        """Size of one version before compression."""
         return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,36 +70,36 @@ class WeightLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        """Build a layout from parsed JSON. Raises ValueError for wrong types."""
+        """Raise ValueError for wrong types."""
         return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of one writer's weights. The version's file is written after all of its chunks."""
+    """One version of one writer's weights. Its file is written after all of its chunks."""
 
     version: int
-    """Policy version: the number of optimizer updates that produced the weights."""
+    """Policy version: the number of optimizer updates that led to these weights."""
     segment: str
     """Folder of the segment, relative to weights/."""
     row: int
-    """Row of the version in the segment's arrays; row 0 is the keyframe."""
+    """Row in the segment's arrays; row 0 is the keyframe."""
     previous: int | None
     """Policy version in the previous row; None for a keyframe."""
     hashes: dict[str, str]
-    """SHA-256 of each tensor's bytes, by tensor name."""
+    """SHA-256 of each tensor's bytes."""
     num_changed: dict[str, int] | None
     """Number of elements in each tensor that differ from the previous version; None for the first version."""
     chunks: dict[str, list[int]]
-    """Indices of the chunks with a non-zero byte, by dtype; all-zero chunks have no file."""
+    """Indices of the chunks with a non-zero byte, by dtype. All-zero chunks have no file."""
     chain: str
-    """SHA-256 of the previous version's chain and this version's hashes; identifies the whole version history."""
+    """SHA-256 of the previous version's chain and this version's hashes, which identifies the whole history."""
     num_bytes: int
-    """Size of the version on disk, in bytes."""
+    """Size on disk."""
     stored_at: str
-    """Time when the version was written, ISO 8601 in UTC."""
+    """ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row that an element delta refers to, which is a power of 4 rows earlier; None for a keyframe or an XOR."""
+    """Row that an element delta refers to, a power of 4 rows earlier; None for a keyframe or an XOR."""
     layout_hash: str
     """XXH3-128 of the segment's zarr.json, which locates the tensors."""
 
@@ -119,7 +116,6 @@ class WeightVersion:
 
     @property
     def writer(self) -> str:
-        """Name of the writer that stored the version."""
         return self.segment.rpartition("-")[0]
 
     def to_json(self) -> str:
@@ -133,6 +129,6 @@ def parse_weight_version(content: bytes, where: str) -> WeightVersion:
 
 
 def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the previous version's chain hash and every tensor's hash, sorted by tensor name."""
+    """Return the SHA-256 of the previous version's chain and all tensor hashes, in order of tensor names."""
     content = "\n".join([previous or "", *(f"{name} {hashes[name]}" for name in sorted(hashes))])
     return sha256(content.encode()).hexdigest()

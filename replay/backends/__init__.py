@@ -1,1 +1,1 @@
-"""Scoring code: the trainer's own code, our code for transformers models, vLLM, and the exact engine."""
+"""The code that scores: the trainer's own, ours for transformers models, vLLM, and the exact engine."""

@@ -1,4 +1,4 @@
-"""PEFT adapters on a rebuilt model: LoRA and its variants, as used in training."""
+"""PEFT adapters (LoRA and its variants) on a rebuilt model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the parameter names of the wrapped model."""
+"""Prefix that PEFT puts before the parameter names of the model it wraps."""
 
 _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str, msgspec.Meta(max_length=10_000)] | None
 
@@ -47,11 +47,11 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields for initialisation and storage, which do not affect a forward pass after the weights are loaded."""
+"""Fields about initialisation and storage, which do not affect a forward pass once weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Add the recorded adapters to the rebuilt model, without loading their weights, and return the PEFT model.
+    """Add the recorded adapters to a rebuilt model, without their weights, and return the PEFT model.
 
     `identity` is the recorded description of the model: `adapters` (PEFT configs by name) and `active_adapter`. Only
     LoRA's own fields are used, so that a trace cannot cause any import. Raises CannotReplay.
@@ -100,7 +100,7 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
 
 
 def exported_config(name: str, recorded: Any) -> dict[str, Any]:
-    """Return an adapter's config for a PEFT folder, with the supported fields. Raises CannotReplay."""
+    """Return an adapter's config for a PEFT folder, with supported fields only. Raises CannotReplay."""
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
@@ -111,7 +111,7 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return one adapter's weights, under their names in a PEFT folder."""
+    """Return one adapter's weights, under the names they have in a PEFT folder."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -122,12 +122,11 @@ def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]
 
 
 def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return recorded tensors under the wrapped model's names, without PEFT's prefix."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base model's weights under its own names, as used with adapters off."""
+    """Return the base model's weights under its own names, for a model with adapters off."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -139,8 +138,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
     """Return a version's weights with its adapter merged, under the base model's names.
 
-    `wrapped` is the trace's PEFT model, on the CPU, in the recorded dtypes; `load` loads the version's weights into a
-    model. PEFT's own code merges them, as TRL does before it sends weights to an engine
+    `wrapped` is the trace's PEFT model, on the CPU and in the recorded dtypes; `load` loads the version's weights into
+    a model. PEFT's own code does the merging, as in TRL before it sends weights to an engine
     (trl.generation.vllm_generation).
     """
     import torch

@@ -1,4 +1,4 @@
-"""True double precision. By default, transformers models round to float32 in norms and softmax."""
+"""True double precision: by default, transformers models round to float32 in norms and softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states, computed for a chunk of tokens at a time.
+"""Log-probabilities from hidden states, computed in chunks of tokens.
 
 Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
 """
@@ -14,14 +14,14 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum size, in bytes, of logits in memory at a time."""
+"""Limit on the bytes of logits in memory at a time."""
 
 
 class BatchScorer:
-    """Base class of scorers, which compute log-probabilities in a forward pass."""
+    """Base class of scorers, which turn a batch into log-probabilities."""
 
     grad_enabled = False
-    """True if the recorded pass kept gradients, which affects the kernels in use."""
+    """True if the recorded pass kept gradients, which affects the choice of kernels."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
@@ -29,7 +29,7 @@ class BatchScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Return the same log-probabilities [N] as a call of the scorer; differentiable if gradients are enabled."""
+        """Like a call, but differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
@@ -37,21 +37,20 @@ class BatchScorer:
 class Head:
     """Computes log-probabilities from hidden states.
 
-    As in vLLM's sampler, logits are divided by the temperature, then restricted to the top k tokens, then to the
-    smallest set with a probability of at least top p, and then normalised. Excluded tokens have a log-probability of
-    -inf.
+    As in vLLM's sampler, logits are divided by the temperature, cut to the top k tokens, then to the smallest set with
+    a probability of at least top p, and then normalised. Tokens that were cut get -inf.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """torch dtype of the projection; None means the dtype of the hidden states."""
+    """torch dtype of the projection; None for that of the hidden states."""
     logits_dtype: Any = None
-    """torch dtype of logits and everything computed from them; None means float32, or float64 after a float64 head."""
+    """torch dtype of logits and everything computed from them; None for float32, or float64 after a float64 head."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""
+        """Return the log-probabilities [N], nats, of tokens `ids_N`, each given the hidden state before it."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -63,19 +62,19 @@ class Head:
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
         """Return the log-probabilities [C], nats, of tokens `ids_C`, computed in the dtype of the logits.
 
-        Logits are overwritten unless a backward pass needs them.
+        Overwrites the logits unless a backward pass needs them.
         """
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # Round once, like TRL and verl for 16-bit logits, instead of rounding an already rounded sum again.
+            # Round only once, as TRL and verl do for 16-bit logits.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Set logits to -inf outside the k most probable tokens, then outside the smallest set with a mass of p."""
+    """Set logits to -inf outside the k most probable tokens, then outside the smallest set with probability p."""
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

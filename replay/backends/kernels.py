@@ -16,12 +16,12 @@ class Kernel:
     """An attention implementation that an arm can select."""
 
     implementation: str = "sdpa"
-    """Name in transformers. `sdpa` is torch's scaled_dot_product_attention."""
+    """transformers' name. `sdpa` is torch's scaled_dot_product_attention."""
     backend: str | None = None
-    """Kernel of scaled_dot_product_attention, as a member of torch's SDPBackend; None means any kernel."""
+    """Kernel of scaled_dot_product_attention, as a member of torch's SDPBackend; None for any."""
     needs_cuda: bool = False
     shares_heads: bool = True
-    """True if several query heads can share the keys and values of one head."""
+    """True if several query heads can share one head's keys and values."""
     rounds_scores: bool = True
     """True if scores and softmax may be rounded to the dtype of the activations."""
 
@@ -38,7 +38,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay for unsupported calls."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay where that kernel cannot run."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield
@@ -59,7 +59,7 @@ def forced(attention: str | None) -> Iterator[None]:
 
 
 def _heads_repeated() -> AbstractContextManager[None]:
-    """Make transformers copy keys and values for each query head, for kernels that cannot share them."""
+    """Make transformers copy keys and values to each query head, for kernels that cannot share them."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
@@ -69,7 +69,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Add to `found` the kernels that torch chooses when scaled_dot_product_attention is called."""
+    """Add to `found` the kernels that torch chooses for scaled_dot_product_attention."""
     import torch
 
     functional: Any = torch.nn.functional

@@ -20,35 +20,35 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function that maps a policy version's recorded tensors to the tensors that the model loads."""
+"""Maps a policy version's recorded tensors to those that the model loads."""
 _ROOM = 0.8
-"""Maximum share of a GPU's free memory for weights; the rest is left for activations."""
+"""Share of a GPU's free memory that weights may use; the rest is for activations."""
 MAX_MODULES = 200_000
-"""Maximum number of modules and tensors in a model. Models with more are refused."""
+"""Models with more modules and tensors than this are refused."""
 GROUP = 128
-"""Number of inputs that share a scale in a quantised weight. The last group of a row may be shorter."""
+"""Number of inputs that share a scale in a quantised weight. A row's last group may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""Largest representable magnitude by format; fp8 is e4m3."""
+"""Largest magnitude of each format; fp8 is e4m3."""
 
 
 def build(
     identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, experts: str | None = None,
     factory: str | None = None, allow_kernel: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Build the model without loading weights; adapters in the trace are added.
+    """Build the model, with its adapters but without weights.
 
     `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
     `experts` is transformers' name for the implementation of a mixture's experts. `factory`, as `module:function`,
-    builds the model instead. It is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory,
-    the class must be one of transformers' own, and no third-party code runs (see trusted) except the attention kernels
-    in `allow_kernel`, which may come from the hub. Raises CannotReplay.
+    builds the model instead; it is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory,
+    the class must be one of transformers' own, and no third-party code runs (see `trusted`) except the attention
+    kernels in `allow_kernel`, which may come from the hub. Raises CannotReplay.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers keep their dtype: rotary frequencies are float32 in models of every dtype.
+        # Buffers keep their dtype: rotary frequencies are float32 whatever the model's dtype is.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -63,7 +63,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # If a config does not fit the class, transformers may raise anything.
+    except Exception as error:  # transformers may raise anything if a config does not fit the class
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (tim-trace info), choose another attention, or build the model with {option('model_factory', 'MODULE:FUNCTION')}"
@@ -72,7 +72,7 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device and return it. A model larger than one GPU is split by layer over all GPUs."""
+    """Move the model to the device. A model that does not fit on one GPU is split by layer over all of them."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
@@ -84,8 +84,7 @@ def _placed(model: Any, device: str) -> Any:
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """Split the model by layer over several devices (transformers' device_map); `memory` maps devices to available
-    bytes.
+    """Split the model by layer over several devices (transformers' device_map). `memory` is in bytes, by device.
 
     Activations move between devices; each layer computes as on a single device. Raises CannotReplay.
     """
@@ -102,7 +101,7 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps a policy version's recorded tensors to the tensors that the built model loads.
+    """Return a function that maps a policy version's recorded tensors to those that the built model loads.
 
     `adapter` is the arm's `merged` or `off`, or None if adapters stay separate. `dtype` is torch's name of the recorded
     dtype, in which adapters are merged on the CPU. Raises CannotReplay.
@@ -119,7 +118,6 @@ def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) 
 
 
 def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's description without its adapters."""
     return {name: value for name, value in identity.items() if name != "adapters"}
 
 
@@ -147,7 +145,6 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay if the model being built exceeds MAX_MODULES or the memory of this machine or its GPUs."""
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -177,7 +174,6 @@ def _within_memory(device: str) -> Iterator[None]:
 
 
 def _function(path: str) -> Any:
-    """Import `module:function`; the working directory is searched too."""
     module, _, name = path.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -192,8 +188,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Set the dtype of tensors that do not have the model's dtype: float32 for tensors that transformers keeps in
-    float32 in a 16-bit model (such as a router's bias), float64 for weights that a model always creates in float32."""
+    """Change the tensors that do not have the model's dtype: to float32 if transformers keeps them in float32 in a
+    16-bit model (such as a router's bias), to float64 if a model always creates them in float32."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -210,7 +206,7 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
-    """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
+    """Load a version's weights, bit for bit or rounded to `dtype`. Raises CannotReplay."""
     wanted = model.state_dict(keep_vars=True)  # the tensors themselves, so that their dtype can be changed
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
@@ -242,8 +238,8 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weights of all experts, and of all linear layers except the head, to the values of a quantised engine.
-    The dtype of the weights is kept.
+    """Round the weights of experts and of all linear layers but the head to values of a quantised engine, in their own
+    dtype.
 
     Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
     """
@@ -260,9 +256,9 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, set by its largest magnitude.
+    """Round a weight to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
 
-    int8 has 255 values and int4 has 15.
+    int8 has 255 values, int4 has 15.
     """
     parts = []
     for part_OG in weight_OI.float().split(GROUP, dim=1):

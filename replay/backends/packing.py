@@ -12,11 +12,11 @@ from typing import Any
 from ...schemas.errors import CannotReplay, option
 
 NAME = "tim_trace_packed"
-"""Name under which the attention is registered with transformers."""
+"""The attention's name in transformers."""
 
 
 def register() -> None:
-    """Register the attention with transformers. Instead of a mask, its argument `packed` defines the rows."""
+    """Register the attention with transformers. It takes the rows as `packed` instead of a mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -29,20 +29,18 @@ class Span:
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Preceding parts of the same row, in order, each as (start, end); end is exclusive."""
+    """Earlier parts of the same row, in order, as (start, end); end is exclusive."""
 
 
 @dataclass(slots=True)
 class RowSpans:
-    """The rows of a packed forward pass."""
-
     spans: Sequence[Span]
     num_attentions: int = 0
     """Number of attention layers that used the spans."""
 
 
 def check(config: Any) -> None:
-    """Raise CannotReplay if the model's attention is not plain causal attention."""
+    """Raise CannotReplay unless every layer of the model has plain causal attention."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -60,7 +58,7 @@ def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return [1, W, N, D]: causal scaled_dot_product_attention of each span to itself and to the span's prefix."""
+    """Return [1, W, N, D]: causal scaled_dot_product_attention of each span to itself and to its prefix."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]

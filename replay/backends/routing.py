@@ -1,4 +1,4 @@
-"""Observe a replayed model's routers, and force the recorded expert choices.
+"""Observe a replayed model's routers, or force the recorded choices of experts.
 
 Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times part of W), L routers, S
 experts selected per token, N tokens in all rows.
@@ -24,10 +24,10 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append to `into` the routers' choices for each row's tokens in a forward pass; without routers, append nothing.
+    """Append to `into` the routers' choices for each row in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
-    router's own choice. With `keeps_same_sets`, so do tokens for which the router selects the recorded set of experts.
+    router's own choice. With `keeps_same_sets`, so do tokens whose recorded set of experts the router selects anyway.
     Raises CannotReplay if the recorded choices do not fit this model.
     """
     if not known:
@@ -50,7 +50,7 @@ def followed(
 
 
 class Table:
-    """The recorded expert choices, arranged in the layout of the batch."""
+    """The recorded choices, laid out like the batch."""
 
     def __init__(
         self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
@@ -75,7 +75,7 @@ class Table:
         """[L] number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """Return a router's output with the recorded choice in place of its own."""
+        """Forward hook: return the router's output with the recorded choice."""
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
@@ -95,7 +95,7 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """Yield each row's observed choices; each router call covers some of the batch's columns."""
+    """Split the observed choices by row. Each router call covers some of the batch's columns."""
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

@@ -1,4 +1,4 @@
-"""Scoring with our head on a transformers model (prefill, packed, or through the KV cache), or on a user's own model.
+"""Scoring with our head on a transformers model (prefill, packed, or through the KV cache) or on the user's own model.
 
 Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
 vocabulary.
@@ -24,7 +24,7 @@ from .head import BatchScorer, Head
 
 
 class TransformersScorer(BatchScorer):
-    """Runs the backbone, and projects the hidden states that predict response tokens."""
+    """Runs the backbone, then projects only the hidden states that predict response tokens."""
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
@@ -32,8 +32,7 @@ class TransformersScorer(BatchScorer):
         self, model: Any, head: Head, *, cached_tokens: int | None = None, kv_dtype: str | None = None,
         autocast_dtype: Any = None, compile: bool = False,
     ):  # fmt: skip
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None means a single
-        pass."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -56,13 +55,12 @@ class TransformersScorer(BatchScorer):
         return next(self._model.parameters()).device
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
-        """Return the hidden states and token ids of the flattened forward pass."""
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
         mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # The prompt runs in one forward pass, then the recorded tokens run through the cache, as in sampling.
+            # As in sampling: first the whole prompt, then the recorded tokens through the cache.
             cache, parts = kv_cache(self._model.config, self._kv_dtype), []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(
@@ -79,7 +77,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # As in the recorded pass, transformers' own attention finds the rows by positions that restart at 0.
+            # As in the recorded pass, transformers' own attention separates rows where positions restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -101,10 +99,10 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache of transformers for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
+    """Return a KV cache for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
 
-    vLLM's scales are 1 unless a checkpoint sets other scales (vLLM's documentation, "Quantized KV cache"). Attention
-    reads the rounded values even for the newest tokens. Values beyond 448 saturate.
+    vLLM's scales are 1 unless a checkpoint sets them (vLLM's documentation, "Quantized KV cache"). Attention reads
+    rounded values even for the newest tokens. Values beyond 448 saturate.
     """
     from transformers import DynamicCache
 
@@ -113,8 +111,6 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     largest = torch.finfo(torch.float8_e4m3fn).max
 
     class Fp8Cache(DynamicCache):  # type: ignore[misc]
-        """KV cache that rounds keys and values to e4m3."""
-
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             def rounded(states: Any) -> Any:
                 return states.clamp(-largest, largest).to(torch.float8_e4m3fn).to(states.dtype)
@@ -125,17 +121,17 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
 
 
 def gives_hidden(model: Any) -> bool:
-    """Return True if the model has a backbone and a head that can be called separately, as in transformers."""
+    """Return True if backbone and head can be called separately, as in transformers."""
     return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
 
 
 class ModuleScorer(BatchScorer):
-    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V], alone or as `.logits`."""
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raise CannotReplay for changes that are not supported by a model that returns only logits."""
+        """Raise CannotReplay for changes that a model returning only logits does not support."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))}: not possible, because the model factory's model returns only "

@@ -1,4 +1,4 @@
-"""Scoring with TRL's own code: the trainer's scoring function runs on the rebuilt model."""
+"""Scoring with TRL's own code, run on the rebuilt model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .head import BatchScorer
 
 
 class TrlScorer(BatchScorer):
-    """Calls the trainer's scoring function in the same way as the recorded pass."""
+    """Calls the trainer's scoring function as the recorded pass did."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head; autocast is off if `autocast_dtype` is None.
+        """Give the model TRL's fused head. Autocast is off if `autocast_dtype` is None.
 
-        Raises CannotReplay if the function is not TRL's own or not installed.
+        Raises CannotReplay if the function is not TRL's own or is not installed.
         """
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
@@ -40,8 +40,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As in Accelerator.prepare_model with mixed precision, the forward pass runs in autocast and returns
-            # float32.
+            # As in Accelerator.prepare_model with mixed precision: the forward pass runs in autocast, returns float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward

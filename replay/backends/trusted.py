@@ -1,4 +1,4 @@
-"""The code that a trace may make a replay run: fixed lists of TRL functions, transformers models and torch names.
+"""What a trace may make a replay run: fixed lists of TRL functions, transformers models and torch names.
 
 A trace may come from an untrusted source. Any other code runs only if the user passes it with `--model-factory`.
 """
@@ -22,12 +22,12 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay runs the model in the same way but does not call these functions."""
+"""Functions that score packed rows. A replay does not call them, but runs the model in the same way."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""For each attention, transformers' check for its package, without which it would fetch a kernel from the hub."""
+"""transformers' check for the package of each attention. Without the package, it would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
+"""Environment variable of comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Reasons why the recorded bits are not reproduced, by code."""
+"""Why the recorded bits are not reproduced, by code."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -60,7 +60,7 @@ _DROPPED = frozenset({
 """Config fields that would make transformers fetch or import something, and labels, which no language model uses."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
-"""Maximum number of layers, heads or experts in a config."""
+"""Limit on the number of layers, heads or experts in a config."""
 
 
 _Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
@@ -165,8 +165,8 @@ def check_scoring(contract: Contract) -> None:
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay if transformers would import or fetch an attention that is not `allowed`, or if experts are
-    not torch's own.
+    """Raise CannotReplay if the attention would be imported or fetched without being `allowed`, or if experts are not
+    torch's own.
 
     A model from the user's factory (`is_own_model`) may use any attention whose name is not a hub path.
     """
@@ -180,11 +180,11 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and the code of the reason if it replaces the recorded attention, otherwise None.
+    """Return the attention to run and, if it replaces the recorded one, the code of the reason, else None.
 
-    `path` is the model's class; `allowed` are hub kernels that the user allows; `is_half` means 16-bit activations.
+    `path` is the model's class; `allowed` are the hub kernels that the user allows; `is_half` means 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward pass over whole rows
+    name = name.removeprefix("paged|")  # matters only when generating
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -214,7 +214,6 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
 
 def check_dtype(name: str) -> None:
-    """Raise CannotReplay if this is not the name of a model dtype."""
     if name not in DTYPES:
         raise CannotReplay(
             f"the contract names the dtype {_named(name)}, which is not one of {', '.join(DTYPES)}; the trace may be "
@@ -250,9 +249,9 @@ def model_class(path: str) -> Any:
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config without the fields, at any depth, that make transformers fetch, import or run something.
+    """Drop config fields, at any depth, that would make transformers fetch, import or run something.
 
-    Raises CannotReplay for impossible sizes. Class, attention, experts and dtype are handled separately.
+    Class, attention, experts and dtype are handled separately. Raises CannotReplay for impossible sizes.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
@@ -269,7 +268,7 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
-    """Return the recorded vLLM engine arguments that a replay reuses. Raises CannotReplay for invalid values."""
+    """Return the recorded vLLM engine arguments that a replay reuses. Raises CannotReplay if they are invalid."""
     try:
         found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
     except msgspec.ValidationError as error:

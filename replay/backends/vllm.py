@@ -34,18 +34,18 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Name of the request's extra argument that holds the tokens to force."""
+"""Key in a request's extra arguments for the tokens to force."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 """Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
-    """A vLLM engine for a recorded model. It loads the weights of one version at a time.
+    """A vLLM engine for a recorded model, with the weights of one version at a time.
 
-    vLLM's own reload loads a new version and updates everything derived from weights. Afterwards, all weights in the
-    engine are compared with the given ones. The engine is restarted for each version if vLLM has no reload, if some
-    weights cannot be compared (because they are packed for a kernel, quantised, or split over processes), or if some
-    weights kept their old values. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
+    New versions are loaded with vLLM's own reload, which also updates everything derived from weights. Afterwards, all
+    weights in the engine are compared with the given ones. The engine is restarted for each version if vLLM has no
+    reload, if some weights cannot be compared (packed for a kernel, quantised, or split over processes), or if some
+    kept their old values. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -57,12 +57,11 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Names of tensors whose values in the engine could not be verified; `all` if there are several processes."""
+        """Tensors whose values in the engine could not be verified; `all` if there are several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises CannotReplay."""
         if self.llm is not None and not self._reloaded(tensors):
             self._end()
             gc.collect()
@@ -73,7 +72,7 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights in the running engine; return False unless all of them verifiably arrived."""
+        """Reload weights in the running engine. Return False unless every weight verifiably arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
         # On a CPU, vLLM keeps the packing of the first version's experts.
         packs = self.device == "cpu" and has_experts(self.config)
@@ -127,16 +126,13 @@ class VllmEngine:
 
     @property
     def _has_workers(self) -> bool:
-        """True if the model is split over several processes."""
         return int(self.arguments.get("tensor_parallel_size") or 1) > 1
 
     def close(self) -> None:
-        """Release the engine's memory."""
         self._end()
         self._folder.cleanup()
 
     def _end(self) -> None:
-        """Release the engine and its worker processes, if any."""
         if self.llm is not None and self._has_workers:
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
@@ -205,13 +201,13 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name. A tied tensor has several names; only the first is kept."""
+    """Keep only the first name of each tensor. A tied tensor has several."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the engine's tensors that cannot be read or that differ from the given tensors as rounded by the engine."""
+    """Yield the tensors that cannot be read from the engine or, after rounding, differ from those given."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -226,7 +222,6 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
-    """Return logprobs [T, V] after temperature, top-k and top-p, computed from vLLM's raw logprobs."""
     raw = engine_call.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
@@ -234,7 +229,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM reports the raw logprobs, before processors."""
+    """Return a logits processor that allows only the forced token. vLLM reports logprobs from before processors."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""A mixture of experts in vLLM, presented as in transformers: named router and experts, and unpacked weights.
+"""A mixture of experts in vLLM, presented as in transformers: a named router and experts with unpacked weights.
 
-In vLLM, a mixture is a single module. Its router is not a module, and one tensor holds all experts' weights.
+In vLLM, a mixture is a single module: its router is not a module, and one tensor holds all experts' weights.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -15,14 +15,14 @@ import torch
 from ...schemas.errors import CannotReplay, option
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""Models whose modules have the same names in vLLM as in transformers, and whose MLPs consist of experts only."""
+"""Models with the same module names in vLLM and transformers, whose MLPs consist of experts only."""
 _DIGIT = 256
-"""Base for numbering weights. Integers below this base are exact in every weight dtype."""
+"""Base in which weights are numbered. Integers below it are exact in every weight dtype."""
 _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay if this mixture is not supported in vLLM; `identity` is the model's recorded description."""
+    """Raise CannotReplay for a mixture that vLLM does not support. `identity` is the model's recorded description."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
@@ -32,17 +32,15 @@ def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
 
 
 def is_mixture(module: Any) -> bool:
-    """Return True if a vLLM module computes a mixture."""
     return hasattr(module, "router") and hasattr(module, "routed_experts")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return a model's mixtures by module name, in the order of layers."""
     return {name: module for name, module in model.named_modules() if is_mixture(module)}
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    """Return transformers' names for a vLLM mixture's router and experts. Raises CannotReplay."""
+    """Return transformers' names for a mixture's router and experts. Raises CannotReplay."""
     if module.routed_experts.quant_method.is_monolithic:
         raise CannotReplay(
             f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) selects experts "
@@ -57,7 +55,7 @@ def names_of(name: str, module: Any) -> list[str]:
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Return weights and experts (int64) in descending order of weight, as transformers' routers do."""
+    """Sort weights and experts (int64) by descending weight, as transformers' routers do."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 
@@ -75,9 +73,9 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Return weights in their original order by undoing the packing for vLLM's CPU kernel; None if that fails.
+    """Undo the packing for vLLM's CPU kernel; return None if that fails.
 
-    To find the permutation, each element's index is packed, one base-256 digit at a time, in the weights' dtype.
+    To find the permutation, each element's index is packed, one base-256 digit at a time, in the dtype of the weights.
     """
     value = weight.detach()
     if value.device.type != "cpu":

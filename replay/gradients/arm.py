@@ -1,5 +1,4 @@
-"""Arms of a gradient: changes to the forward and backward passes, to the logprobs in the loss's ratios, and to the
-correction."""
+"""Arms of `gradient`: changes to the model's passes, to the logprobs in the loss's ratios, and to the correction."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Untruncated importance weights train / rollout: at the loss's own level (`exact`), per token or per sequence."""
+"""Untruncated importance weights train / rollout: at the loss's own level (`exact`), per token, or per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """Changes to the forward pass, backward pass and loss when a recorded gradient is recomputed. None by default."""
+    """What to change when a recorded gradient is recomputed. By default, nothing."""
 
     logprobs: str | None = arm_option(
         "Pass to use as the denominator of the importance ratio, and instead of train in the ratio train / rollout of the "
@@ -49,14 +48,12 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the `replay` arm that makes the same changes to the forward pass."""
+        """Name of the `replay` arm with the same changes to the forward pass."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
-    """Parse changes to the replay and to the loss, such as `dtype=bf16,logprobs=rollout,correction=token_truncate:2`.
-
-    Raises InvalidOption.
+    """Parse an arm such as `dtype=bf16,logprobs=rollout,correction=token_truncate:2`. Raises InvalidOption.
 
     >>> parse_gradient_arm("dtype=bf16,correction=none").name
     'bf16+correction-none'
@@ -71,7 +68,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with the arm's correction instead of the recorded correction. Raises InvalidOption."""
+    """Return the loss with the arm's correction in place of the recorded one. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

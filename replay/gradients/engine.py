@@ -50,15 +50,15 @@ def gradient(
     sequence_truncate:2, sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the
     untruncated weights train / rollout, which the other corrections approximate.
 
-    If at least 4 micro-batches were recorded, the variance over micro-batches is computed. `loss` sets fields of the
-    loss that the trace does not have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
-    `module:function`, builds a model whose class is not in transformers. `weights_from` is the folder with the run's
-    checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be fetched from
-    the hub and run. Nothing is written.
+    The variance over micro-batches needs at least 4 of them. `loss` sets fields of the loss that the trace does not
+    have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as `module:function`, builds a model
+    whose class is not in transformers. `weights_from` is the folder with the run's checkpoints, for a trace without
+    weights. `allow_kernel` lists recorded attention kernels that may be fetched from the hub and run. Nothing is
+    written.
 
-    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
-    a running one, whose nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
-    fraction of one; the default is 1 if this machine has a GPU, else 0.
+    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
+    connects to a running one, whose nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per
+    actor, or a fraction of one; the default is 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -93,11 +93,9 @@ def gradient(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The results of a step, and the error if the step failed."""
-
     step: int
     results: list[GradientStep]
-    """Results for each update and arm, up to the error."""
+    """One per update and arm, up to the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 
@@ -108,7 +106,7 @@ class _StepTaker:
         self, run: RecordedRun, arms: Sequence[GradientArm], loss: Loss, accumulated: float | None, threads: int | None
     ):
         """`accumulated` is the recorded number of micro-batches per optimizer step. `threads` is the number of torch
-        threads in an actor's parent process; None in this process."""
+        threads to use in an actor; None in this process."""
         self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:
@@ -118,7 +116,6 @@ class _StepTaker:
 
     @cached_property
     def trace(self) -> RecordedRun:
-        """The trace. On a cluster, the actor opens it."""
         torch.set_num_threads(self._threads or 1)
         return RecordedRun(**self._opening)
 
@@ -127,7 +124,6 @@ class _StepTaker:
         return LoadedModel(self.trace.weights)
 
     def run(self, step: int) -> _Outcome:
-        """Return the results of a step's updates under each arm, and the error if one occurred."""
         results: list[GradientStep] = []
         try:
             for update in updates(self.trace, step, self._passes, self._norms):
@@ -138,7 +134,6 @@ class _StepTaker:
         return _Outcome(step=step, results=results, refusal=None)
 
     def close(self) -> None:
-        """Release the model."""
         self._loaded.close()
 
     def _update(self, update: Update) -> Iterator[GradientStep]:
@@ -170,8 +165,8 @@ class _StepTaker:
 def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:
     recorded = read_loss(settings)
     if text is not None:
-        said = parse_loss(text, recorded)
-        return replace(said, unknown=()) if recorded is None else said
+        parsed = parse_loss(text, recorded)
+        return replace(parsed, unknown=()) if recorded is None else parsed
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(

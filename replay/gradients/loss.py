@@ -29,24 +29,24 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors of each row's loss, by row key, applied one after the other, as a trainer divides the mean of a
-micro-batch by the number of micro-batches."""
+"""Two divisors of each row's loss, by row key. They are applied one after the other, as a trainer divides a
+micro-batch's mean by the number of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """Loss of an optimizer step under an arm."""
+    """Loss of an optimizer step in an arm."""
 
     loss: Loss
-    """The recorded loss, with the arm's correction instead of the recorded correction."""
+    """The recorded loss with the arm's correction."""
     below: str
-    """Name of the pass in the denominator of the importance ratio."""
+    """Pass in the denominator of the importance ratio."""
     above: str
-    """Name of the pass in the numerator of the correction's ratio, train / rollout."""
+    """Pass in the numerator of the correction's ratio, train / rollout."""
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """Return these rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
+        """Return these rows' share of the loss. The shares of all rows add up to the optimizer step's loss."""
         cells = _Cells.of(rows, current_N)
         terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
         if is_of_rows and terms.shape[1] == 1:
@@ -62,7 +62,7 @@ class StepLoss:
     def _terms(self, cells: _Cells) -> Any:
         """Return the terms of the loss, [B, T] or [B, 1].
 
-        Operations run in the same order as in TRL, since the order affects how gradients are rounded.
+        Operations run in TRL's order, which affects how gradients are rounded.
         """
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
@@ -96,7 +96,7 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return the VESPO weight from each sequence's ratio and correction: [B, 1], or [B, T] for token advantages."""
+        """Return vespo's weight, [B, 1], or [B, T] if advantages differ by token."""
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -111,7 +111,7 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _weights(self, cells: _Cells) -> Any:
-        """Return the correction's weights, [B, T] or [B, 1]; a token without a rollout logprob has ratio 1."""
+        """Return the correction's weights, [B, T] or [B, 1]. A token without a rollout logprob has ratio 1."""
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -137,7 +137,7 @@ class _Cells:
     advantage: Any
     """[B, 1] or [B, T]: one advantage per row, or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Function that pads each row's values to [B, T] with its second argument."""
+    """Pads each row's values to [B, T] with its second argument."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -165,7 +165,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
+        """Return a pass's logprobs [B, T], without a graph; NaN for tokens without a logprob."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -181,7 +181,7 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the recorded passes whose logprobs the loss uses under an arm."""
+    """Return the recorded passes whose logprobs an arm's loss needs."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -192,13 +192,13 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return the divisors of each row's loss. Raises CannotReplay if a required max_tokens was not recorded."""
+    """Return the divisors of each row's loss. Raises CannotReplay if max_tokens is needed but not recorded."""
     places, num_rows = update.places, len(update.rows)
-    alike = len({len(rows) for rows in places.values()}) == 1
+    is_uniform = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
     for rows in places.values():
         tokens = max(1.0, float(sum(entry.num_tokens for entry in rows)))
-        sequences = (float(len(rows)), float(len(places))) if alike else (float(num_rows), 1.0)
+        sequences = (float(len(rows)), float(len(places))) if is_uniform else (float(num_rows), 1.0)
         if loss.aggregation == "token_mean":
             pair = (max(1.0, float(update.num_tokens)), 1.0)
         elif loss.aggregation == "batch_token_mean":
@@ -220,5 +220,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a key that identifies a row in an optimizer step. A step may contain the same sequence more than once."""
+    """Return a row's key in its optimizer step, which may contain the same sequence more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

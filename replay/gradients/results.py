@@ -27,41 +27,41 @@ class ModuleGradient:
     norm_ratio: float | None
     """|a| / |r|; None if r is 0."""
     bias: float
-    """|mean over micro-batches of n a_i - n r_i| = |a - r|."""
+    """mean over micro-batches of n a_i - n r_i| = |a - r|."""
     variance: float | None
     """Variance of a as a mean over micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStep:
-    """The gradient of one optimizer step under one arm, before clipping."""
+    """The gradient of one optimizer step in one arm, before clipping."""
 
     step: int
     policy_version: int
-    """Version of the weights at which the gradient is taken."""
+    """Weights at which the gradient is taken."""
     arm: str
     num_sequences: int
     num_tokens: int
-    """Number of tokens that count in the loss."""
+    """Tokens that count in the loss."""
     grad_norm: float
-    """Norm as computed by torch's clip_grad_norm_."""
+    """As computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if there is no such norm, or if it cannot be assigned to this update."""
+    """Norm logged by the trainer; None if there is none, or if it cannot be matched with this update."""
     reproduced: bool | None
     """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
     forward_held: bool
     """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Number of micro-batches from which bias and variance are computed; 0 if there are none."""
+    """Micro-batches from which the variance is computed; 0 if there are too few."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()
-    """Known reasons why the logged norm was not reproduced, and other remarks on this step."""
+    """Why the logged norm was not reproduced, if known, and other remarks on the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReport(Result):
-    """Gradients of a run's steps under each arm. The first arm is the recording."""
+    """Gradients of a run's steps in each arm. The first arm is the recording."""
 
     _text = "tim_trace.analysis.replay_text:gradient_text"
 
@@ -69,7 +69,7 @@ class GradientReport(Result):
     loss: Loss
     steps: tuple[GradientStep, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole run. They list each step without a result and the reason."""
+    """Remarks on the whole run, including each step without a result and the reason."""
 
 
 def same_digits(found: float, logged: float) -> bool:

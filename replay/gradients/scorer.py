@@ -16,17 +16,17 @@ from ..settings import settings
 from .update import LossRow
 
 Losses = Callable[[Sequence[LossRow], Any], Any]
-"""Function that maps rows and their current logprobs [N] to their loss."""
+"""Maps rows and their current logprobs [N] to their loss."""
 
 
 class GradientScorer(HfScorer):
-    """Computes gradients of losses on a model in its recorded mode (train or eval)."""
+    """Computes gradients on a model in its recorded mode (train or eval)."""
 
     keeps_recorded_rows = False
     pass_of_rows = "per forward and backward pass"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Score with this model, in train mode and with gradient checkpointing as recorded."""
+        """Use the recorded train mode and gradient checkpointing."""
         scorer = super().attach(model, shared)
         self._routers = []
         model.train(self.trains)
@@ -37,7 +37,7 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """None, because adapters stay separate: gradients are taken with respect to the adapters."""
+        """None: adapters stay separate, since gradients are taken with respect to them."""
         return
 
     @property
@@ -56,12 +56,12 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters by name; a tied parameter appears under its first name."""
+        """Trainable parameters; a tied one appears under its first name only."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with the
-        logprobs of each forward pass.
+        """Return the gradient of the rows' loss: a tensor or None per parameter. `seen` gets each forward pass's
+        logprobs.
 
         If memory runs out, later forward passes have half as many rows. Raises CannotReplay.
         """

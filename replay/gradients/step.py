@@ -1,4 +1,4 @@
-"""One optimizer step under each arm. The first arm's gradient is the reference for all others.
+"""The gradient of one optimizer step in each arm, compared with that of the first arm.
 
 Shapes: n micro-batches, M kinds of modules.
 """
@@ -24,16 +24,16 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Minimum number of micro-batches for which a variance is computed."""
+"""Fewest micro-batches from which a variance is computed."""
 _PIECE = 1 << 24
 """Number of tensor elements processed at a time."""
 
 Gradient = Sequence[Any]
-"""A gradient: one tensor per parameter, or None for a parameter without a gradient."""
+"""One tensor per parameter; None for a parameter without a gradient."""
 
 
 class Sums:
-    """Computes squared norms and inner products of one model's gradients."""
+    """Squared norms and inner products of a model's gradients, by kind of module."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
@@ -41,7 +41,7 @@ class Sums:
         """[M] number of parameters per kind of module."""
 
     def squares(self, gradient: Gradient) -> np.ndarray:
-        """Return the squared norms [M] of a gradient, per kind of module."""
+        """Return the squared norm [M] of a gradient in each kind of module."""
         squares = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
             if values is not None:
@@ -58,7 +58,7 @@ class Sums:
 
 
 class StepPasses:
-    """Computes one optimizer step's gradient under several arms. The first arm's gradient is the reference."""
+    """Computes an optimizer step's gradient in several arms. The first arm's is the reference."""
 
     def __init__(self, update: Update, *, logged_norm: float | None, accumulated: float | None):
         self.update = update
@@ -67,7 +67,7 @@ class StepPasses:
         self._reference: list[Any] | None = None
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """Return the results of an arm, computed with the weights that its scorer has loaded. Raises CannotReplay."""
+        """Return an arm's results, with the weights that its scorer has loaded. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -75,7 +75,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # The same norm as in clip_grad_norm_, bit for bit.
+        # Bit for bit the norm of clip_grad_norm_.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -90,8 +90,7 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of the micro-batches'
-        shares."""
+        """Return the gradient and, given enough micro-batches, the squared norm [M] of each micro-batch's share."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -118,7 +117,7 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the gradient norm differs from the logged norm."""
+        """Return the known reasons why the gradient norm differs from the logged one."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
@@ -149,7 +148,7 @@ class StepPasses:
 
 
 class _Seen:
-    """Compares the logprobs of the forward passes with the recorded logprobs."""
+    """Compares the logprobs of the forward passes with the recorded ones."""
 
     def __init__(self) -> None:
         self.held = True
@@ -166,9 +165,9 @@ class _Seen:
 
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
-    """Compare with the reference gradient, for the whole model and then for each kind of module."""
+    """Compare an arm's gradient with the reference, for the whole model and then for each kind of module."""
     n, variances_M = len(squares), None
-    if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
+    if n > 1:  # sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]
@@ -190,7 +189,7 @@ def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> 
 
 
 def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """Add a gradient to the total in place, in the same way as torch, and return the total."""
+    """Add a gradient to the total in place, as torch does when it accumulates, and return the total."""
     if total is None:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]
@@ -200,7 +199,6 @@ def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
 
 
 def _products(a: Any, r: Any) -> np.ndarray:
-    """Return the sums [4] of aa, ar, rr and (a - r)^2."""
     a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)
     r = torch.zeros_like(a) if r is None else r
     sums = torch.zeros(4, dtype=torch.float64)

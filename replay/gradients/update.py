@@ -1,4 +1,4 @@
-"""The optimizer steps in a trace, with their weights, rows, loss inputs and the step at which the grad norm was logged.
+"""The optimizer steps in a trace: weights, rows, inputs of the loss, and the step at which the grad norm was logged.
 
 Shapes: T response tokens in a sequence.
 """
@@ -20,24 +20,22 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
+"""Contract field `source` of a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
-"""Identity of a recorded forward pass: the writer, and the index of the pass among the writer's forward passes."""
+"""A recorded forward pass: the writer, and its forward_id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """One sequence that contributes to the loss."""
-
     row: RecordedRow
-    """The sequence's recorded row in the pass that the loss's own forward pass computed."""
+    """The sequence as recorded in the loss's own forward pass."""
     mask: np.ndarray
     """[T] bool: true for tokens that count in the loss."""
     advantage: np.ndarray
     """[1] or [T] float32: one advantage per sequence, or one per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """[T] float32 logprobs by pass, nats; NaN where a logprob is missing."""
+    """[T] float32 logprobs by pass, nats; NaN where missing."""
 
     @property
     def place(self) -> Place:
@@ -46,28 +44,28 @@ class LossRow:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that count in the loss."""
+        """Tokens that count in the loss."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step, whose gradient is taken at the weights of `policy_version`."""
+    """One optimizer step. Its gradient is taken at the weights of `policy_version`."""
 
     step: int
     """Step in which the sequences were generated."""
     policy_version: int
     loss_pass: str
-    """Name of the pass that the loss computed: `current`, or `train` if `current` was not recorded."""
+    """The pass that the loss computed: `current`, or `train` if `current` was not recorded."""
     contract: str
     rows: tuple[LossRow, ...]
-    """Rows in the order of their recorded forward passes."""
+    """In the order of their recorded forward passes."""
     step_tokens: int
-    """Number of tokens in the whole recorded step that count in the loss."""
+    """Tokens of the whole recorded step that count in the loss."""
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer's old logprobs came from the loss's own forward pass, so all importance ratios were 1."""
+    """True if the trainer's old logprobs came from the loss's own forward pass, so every importance ratio was 1."""
     metric_step: int | None
     """Step at which this optimizer step's grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()
@@ -79,7 +77,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Rows by micro-batch. If micro-batches were not recorded, a single micro-batch contains all rows."""
+        """Rows by micro-batch. If micro-batches were not recorded, a single one contains all rows."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -89,7 +87,7 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that count in the loss."""
+        """Tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
 
@@ -99,7 +97,6 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    """Return the values of a run's hyperparameters by name."""
     rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
@@ -109,8 +106,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return the last logged value by step, for the first of these metrics that the trace has; empty if the trace has
-    none of these metrics."""
+    """Return the logged values by step of the first of these metrics that the trace has; empty if it has none."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -163,10 +159,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows that were scored again under the same policy version with different logprobs.
-
-    Return the remaining rows, with a note about the dropped ones.
-    """
+    """Drop rows that were scored again under the same policy version with other logprobs, and note how many."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -212,8 +205,7 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return each sequence's first logprobs in a pass, by sequence. Raises CannotReplay if the pass has no logprobs at
-    all."""
+    """Return each sequence's first logprobs in a pass. Raises CannotReplay if the pass has none."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
@@ -237,10 +229,10 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return the step at which each policy version's update was logged, by version; None if unknown.
+    """Return the step at which each policy version's update was logged; None if unknown.
 
-    A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
-    steps have no sequences. Otherwise, the trace does not show which update was logged.
+    A single update is logged at its own step. As in TRL, several updates are logged at consecutive steps, if these have
+    no sequences of their own. Otherwise, the trace does not show which update was logged where.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

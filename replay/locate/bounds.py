@@ -1,11 +1,10 @@
 """Bounds on an operator's rounding error, computed from its inputs.
 
-u is a dtype's unit roundoff (half the distance from 1 to the next number). A sum of n products in precision u
-differs from the exact sum by at most g(n) u sum|a||b|, whatever the order of addition: always for g(n) = n (Higham,
-Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero
-with a probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
-theorem 3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy and
-Schwarz).
+u is a dtype's unit roundoff (half the distance from 1 to the next number). A sum of n products in precision u differs
+from the exact sum by at most g(n) u sum|a||b|, whatever the order of addition: always for g(n) = n (Higham, Accuracy
+and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a
+probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem
+3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy and Schwarz).
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -23,18 +22,17 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""The parameter lambda of the probabilistic bound, in Higham and Mary's notation."""
+"""lambda of the probabilistic bound in Higham and Mary."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
-"""Activations that run as a single operation and therefore round only once."""
+"""Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Additional error allowed for code other than the recorded model's code, in unit roundoffs of a token's largest
-element. Such code may, for example, split sums."""
+"""Extra error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element. Such
+code may split sums, for example."""
 _ROWS = 64
 """Number of queries whose attention scores are in memory at a time."""
 
 
 def unit(dtype: Any) -> float:
-    """Return the unit roundoff of a torch dtype."""
     return _UNITS.get(str(dtype).removeprefix("torch."), 2.0**-4)
 
 
@@ -44,7 +42,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of the terms' absolute values."""
+    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of absolute values."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
@@ -53,13 +51,13 @@ class Rounding:
     """The dtypes in which an operator computes, and their unit roundoffs."""
 
     given: Any
-    """torch dtype of the operator's output."""
+    """torch dtype of the output."""
     taken: Any
-    """torch dtype of the operator's first input."""
+    """torch dtype of the first input."""
     weight: Any = None
-    """torch dtype of the operator's weight; None if the operator has no weight."""
+    """torch dtype of the weight; None if the operator has no weight."""
     recorded: Any = None
-    """torch dtype of the recorded weight, from which the operator's weight may have been rounded."""
+    """torch dtype of the recorded weight, from which the operator's may have been rounded."""
     adds: bool = False
     """True if the operator adds two tensors to get its input and may use the unrounded sum."""
 
@@ -95,10 +93,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Return a bound on the error of each element of a module's output, in a shape that broadcasts to `exact`.
+    """Bound the error of each element of a module's output, in a shape that broadcasts to `exact`.
 
-    `takes` are the module's inputs in float64; `exact` is the float64 module's output for these inputs. With
-    `is_other_code`, each step of the module's code may round.
+    `takes` are the module's inputs in float64, `exact` is the float64 module's output for them. With `is_other_code`,
+    each step of the module's code may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -117,7 +115,7 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised values may also fall below the dtype's normal range before they are multiplied by a weight.
+        # Normalised values may fall below the dtype's normal range before a weight multiplies them.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before or after rounding.
@@ -143,29 +141,26 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Return a bound [T, N, D] on the error of rotating pairs of elements with tables of float32 angles.
+    """Bound the error of rotating pairs of elements by float32 angles, however they are paired: [T, N, D].
 
-    The bound holds for any pairing of elements. A rotation preserves a pair's norm, which is at most sqrt(2) times the
-    pair's largest element.
+    A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Return a bound on the error of one elementwise sum or product, with a factor applied before or after."""
+    """Bound the error of one elementwise sum or product, with a factor applied before or after."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Return a bound [T, H] on the error of an MLP or attention whose operators were not observed, relative to each
-    token's largest element."""
+    """Bound the error [T, H] of an unobserved MLP or attention, relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of attention computed by custom code, relative to the largest element over all
-    tokens.
+    """Bound the error of attention computed by custom code, relative to the largest element over all tokens.
 
     Custom code may use float32 even in a float64 model.
     """
@@ -177,12 +172,12 @@ def of_attention(
     query: Any, key: Any, value: Any, weights: Any, exact: Any, scaling: float, rounding: Rounding, *,
     rounds_scores: bool, cut: float = 0.0, off: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
-    """Return a bound [T, N, D] on the error of an attention core, to first order in the errors of the scores.
+    """Bound the error [T, N, D] of an attention core, to first order in the errors of the scores.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
     True if scores and softmax are rounded to the dtype of the output, as in unfused attention. `cut` is the error of
     each weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off`
-    contains bounds on the errors of query and key, in their shapes; without `off`, both are exact.
+    contains bounds on the errors of query and key, in their shapes; without it, both are exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -215,11 +210,10 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Return a bound [T] on the error of a projection followed by a log-softmax.
+    """Bound the error [T] of a projection followed by a log-softmax.
 
-    Without `weight` there is no projection. `logits` [T, V] are exact, and already divided by the temperature.
-
-    `casts` is `Rounding.casts` for the projection.
+    Without `weight` there is no projection. `logits` [T, V] are exact, and already divided by the temperature. `casts`
+    is `Rounding.casts` for the projection.
     """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
@@ -233,7 +227,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Return a bound on the error of a linear layer or, if `slot` is above 0, of a router's scores to first order."""
+    """Bound the error of a linear layer or, if `slot` is above 0, of a router's scores to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -249,7 +243,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of a projection with a LoRA or DoRA adapter, separate or merged.
+    """Bound the error of a projection with a LoRA or DoRA adapter, separate or merged.
 
     The projection computes W x + s B A x; DoRA also rescales the rows.
     """
@@ -314,7 +308,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Return a bound [T, H] on the error of the sum over each token's selected experts, which are gated layers."""
+    """Bound the error [T, H] of the sum over each token's selected experts, which are gated layers."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
@@ -359,12 +353,12 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Return an expert's gate values and up values, [2, T, I]."""
+    """Split gate and up values, [2, T, I]."""
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of an operator with unknown internals, relative to each token's largest element."""
+    """Bound the error of an operator with unknown internals, relative to each token's largest element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)

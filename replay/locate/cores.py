@@ -1,4 +1,4 @@
-"""Compare the core of an attention layer with float64: its queries, keys and values, and its output.
+"""Compare the core of an attention layer with float64: queries, keys, values and output.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -22,13 +22,11 @@ ROTARY = "rotary"
 """Kind of operator that rotates queries and keys."""
 STATES = "queries", "keys", "values"
 """Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys are
-wrong, because keys pass through a cache between the rotary and the core."""
+wrong, because keys pass through a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
-"""Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Minimum relative difference from float64 queries or keys that counts as a missing norm or a different order of
-dimensions."""
+"""Relative difference of queries or keys from which a norm counts as missing, or dimensions as reordered."""
 
 
 class Cores:
@@ -38,10 +36,10 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norm was observed, as one set for each of queries, keys and values."""
+        """Layers whose norm was observed: a set each for queries, keys and values."""
 
     def note_norm(self, name: str) -> None:
-        """Note that a norm of queries, keys or values was observed; other modules are ignored."""
+        """Note a norm of queries, keys or values; ignore other modules."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -49,8 +47,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return the execution's own
-        output."""
+        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -75,7 +72,7 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge an attention core's inputs, and return the inputs in the shapes that the float64 model uses."""
+        """Judge an attention core's inputs, and return them in the float64 model's shapes."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -108,10 +105,10 @@ class Cores:
         return new
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
-        """Return the operator that would cause these wrong queries, keys or values [T, N, D], and its kind.
+        """Return the operator that would explain these wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves the norm of each head's vector. So if the norms differ and the preceding norm layer was not
-        observed, that layer is the wrong one.
+        A rotation preserves the norm of each head's vector. So if the norms differ and the norm layer before it was not
+        observed, that layer is wrong.
         """
         norms = [
             (name, kind_of(name))
@@ -126,10 +123,10 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return the index [D] of each dimension in the execution's queries and keys; None if the order is the same as in
-    the float64 model.
+    """Return where each dimension [D] is in the execution's queries and keys; None if the order is that of the float64
+    model.
 
-    Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
+    Attention scores do not depend on the order of dimensions, as long as queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.
     """
     if any(taken is None for taken in takes):

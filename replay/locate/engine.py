@@ -36,14 +36,13 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference, in nats, between float64 log-probabilities of two implementations of the same function."""
+"""Limit on the difference, in nats, between float64 log-probabilities of two implementations of the same function."""
 _SHARE_OF_MEMORY = 0.25
-"""Maximum share of the free memory for recorded operator values."""
+"""Share of the free memory for recorded operator values."""
 _TASKS = 4
-"""Number of progress units per sequence: one for running both executions, one for judging each execution, and one for
-propagating errors to the logprobs."""
+"""Progress units per sequence: one for running both executions, two for judging them, one for propagating errors."""
 _NEAR_VERSIONS = 8
-"""Number of policy versions, before and after the step's own version, that are searched for a tensor that differs."""
+"""How many policy versions, before and after the step's own, are searched for a tensor that differs."""
 
 
 def locate(
@@ -97,7 +96,7 @@ def locate(
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
-    """Return a predicate that selects operators by the layer index in their names."""
+    """Select operators by the layer index in their names."""
     if text is None:
         return lambda name: True
     try:
@@ -114,7 +113,7 @@ def _layers(text: str | None) -> Callable[[str], bool]:
 
 
 def _named(text: str | None) -> Callable[[str], bool]:
-    """Return a predicate that selects operators by one or more whole words between the dots in their names."""
+    """Select operators by whole words between the dots in their names."""
     if text is None:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
@@ -132,7 +131,7 @@ class _Location:
         self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
         is_asked: Callable[[str], bool], progress: Progress,
     ):  # fmt: skip
-        """`wanted` selects the operators to observe, `is_asked` the operators to judge and patch."""
+        """`wanted` selects the operators to observe, `is_asked` those to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
@@ -141,12 +140,11 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Executions in float64 of code that differs from the recorded model's code, by side."""
+        """By side, an execution in float64 of code that is not the recorded model's."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
     ) -> None:
-        """Build all models and load the weights."""
         contract = self._run.train_contract(self._rows[0].contract)
         plain = HfScorer(self._run, Arm(dtype="fp64", attention="eager"), contract, self._device)
         model = plain.build()
@@ -155,8 +153,8 @@ class _Location:
         # A trace of a model with adapters has PEFT's parameter names, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
-        self._free = free_bytes(self._device)  # before both executions allocate theirs
-        # If one side has user code, both compute logits with the model's own forward, including the head.
+        self._free = free_bytes(self._device)  # before the executions allocate memory
+        # If one side has user code, both sides compute logits with the model's own forward, head included.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
         def transformers(side: str, arm: Arm) -> Execution:
@@ -183,8 +181,7 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """Return the result. `only` describes the layers and operators to which the search is limited. `tapped_bytes`
-        is the memory for operator values."""
+        """`only` says to which layers and operators the search is limited. `tapped_bytes` is for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -232,7 +229,7 @@ class _Location:
         )
 
     def _pooled(self, tapped_bytes: int) -> Pooled:
-        """Return the findings for all sequences. Sequences are judged in parts that fit into memory."""
+        """Judge all sequences, in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
@@ -254,13 +251,11 @@ class _Location:
         return pooled
 
     def _taps(self, row: RecordedRow, window: Window) -> dict[str, RowTaps]:
-        """Return a row's operator values in a window of layers, on both sides."""
         return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of its operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -273,7 +268,6 @@ class _Location:
             ) from error
 
     def _judge_in_double(self, side: str, part: list[RecordedRow], pooled: Pooled) -> None:
-        """Run one side's code in float64 and judge its operators."""
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)
@@ -293,7 +287,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield the weights of each side that differ from the recorded weights."""
+        """Yield each side's weights that differ from the recorded ones."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -311,7 +305,7 @@ class _Location:
                     )  # fmt: skip
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the nearest recorded policy version that contains this tensor; None if there is none."""
+        """Return the nearest recorded policy version that contains this tensor, or None."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)

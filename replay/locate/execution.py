@@ -1,4 +1,4 @@
-"""One of the two compared executions: an arm's model that can be observed and changed while it scores."""
+"""One of the two executions to compare: an arm's model, observed and changed while it scores."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ from .reference import Reference
 from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
-"""Function that modifies a model after its weights are loaded."""
+"""Modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Function that observes one forward pass. It takes the batch, and the objects that record the rows' values, by row
-index."""
+"""Observes one forward pass, given the batch and, by row index, the objects that record the rows' values."""
 
 
 class Execution:
@@ -42,9 +41,9 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
+    """See `Arithmetic.attention_cut`."""
     _keeps_double = True
-    """True if torch has to keep every value of a float64 model in float64."""
+    """True if torch must be kept from narrowing the values of a float64 model."""
     reference: Reference | None = None
     """The recorded model. Its operators are observed in this execution, whichever modules compute them."""
 
@@ -52,18 +51,17 @@ class Execution:
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None, *,
         calls_whole_model: bool = False,
     ):  # fmt: skip
-        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
         self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
         self.built: Any = None
-        """The model built by the scorer."""
+        """What the scorer built."""
 
     @property
     def model(self) -> Any:
-        """The model with the weights."""
+        """The model that holds the weights."""
         return self.built
 
     @property
@@ -73,12 +71,11 @@ class Execution:
 
     @property
     def is_adapted(self) -> bool:
-        """True if the model has adapters, so that its weights differ from the recorded weights."""
+        """True if the model has adapters, so that its weights differ from the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
     def numerics(self) -> Numerics:
-        """Precision settings of the execution's scorer."""
         return self.scorer.numerics
 
     @property
@@ -89,11 +86,10 @@ class Execution:
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention may round scores and softmax to the dtype; torch chooses the kernel unless one is set."""
+        """True if attention may round scores and softmax to the dtype. torch chooses the kernel unless one is set."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises CannotReplay."""
         if self.built is None:
             self.built = self.scorer.build()
         self.scorer.put(self.built, tensors)
@@ -103,12 +99,11 @@ class Execution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by parameter."""
         return {name: parameter.dtype for name, parameter in self.held()}
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of the weights, and therefore of all rounding; None if there is no such limit."""
+        """Coarsest dtype of the weights, and so of all rounding; None if there is no such limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -117,7 +112,6 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and value of each weight used in the computation."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -127,8 +121,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return [T] float64 log-probabilities of `rows` by sequence, scored in the batches of the rows `of`. Each
-        batch runs in the context `around`."""
+        """Return [T] float64 logprobs of `rows` by sequence, in the batches of `of`, each run in context `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -151,7 +144,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Do the same as `score`, and also return the inputs and outputs of the operators selected by `wanted`."""
+        """Like `score`, but also return the inputs and outputs of the operators selected by `wanted`."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -169,32 +162,29 @@ class Execution:
         return self.score(rows, of, heard), found
 
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
-        """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
         return Taps(self.model, wanted, self.reference.operators).heard
 
 
 class ExactExecution(Execution):
-    """An arm of the exact engine with the weights of a step. The engine's operators have transformers' names.
+    """An arm of the exact engine with the weights of a step. Its operators have transformers' names.
 
-    The engine stores values of its dtype in float64 tensors. Operators are observed in the engine's dtype.
+    The engine stores values of its dtype in float64 tensors, but they are observed in its dtype.
     """
 
     scorer_of = ExactArmScorer
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """None, because this engine rounds only once, to the dtype of an operator's output."""
+    """No limit, because this engine rounds only once, to the dtype of an operator's output."""
     _keeps_double = False
 
     @property
     def model(self) -> Any:
-        """The transformers model that holds the weights."""
         return self.built.held
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 

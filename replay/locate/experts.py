@@ -1,7 +1,7 @@
 """Compare mixtures of experts with float64: the router's choice, the weights that the experts use, and their sum.
 
-Logits alone do not determine how a router selects experts (by the highest logits, or by groups, with a bias, or from
-scaled scores). So the router runs again, and the execution's logits replace the router's as soon as these are computed.
+Logits alone do not determine a choice: a router may take the highest ones, or choose by groups, with a bias, or from
+scaled scores. So the router runs again, and as soon as it has computed its logits, the execution's replace them.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -21,29 +21,28 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of operators: all experts of a mixture including their sum; and the choice of experts, used only if the
-router's module was not observed."""
+"""Kinds of operators: a mixture's experts with their sum, and its choice of experts if the router was unobserved."""
 _MOST_FLIPPED = 0.25
-"""Maximum share of tokens whose experts may differ from those of the float64 model because of rounding, if the router
-was not observed. If more tokens differ, the choice itself counts as wrong."""
+"""Share of tokens whose experts may differ from the float64 model's because of rounding, if the router was not
+observed. If more differ, the choice itself counts as wrong."""
 _STEPS = 4.0
-"""Allowed rounding error of an expert's logit, and of each later value up to the choice, in unit roundoffs."""
+"""Rounding error allowed for an expert's logit, and for each later value up to the choice, in unit roundoffs."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
-choice is accepted if it follows from the logits under one of these shifts."""
+"""Shifts of the chosen experts' values and of the others', in units of the allowed rounding error. A choice is accepted
+if it follows from the logits under one of them."""
 
 
 def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router: its logits, whether the choice follows from the logits, and the scores of the choice.
+    """Judge a router: its logits, whether its choice follows from them, and the scores of the choice.
 
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is
     below that of the float64 choice by at most twice the bound.
     """
     kind, layer = kind_of(name), layer_of(name)
-    # Some routers return choices first; logits are wider.
+    # Some routers return choices before logits, but logits are wider.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -97,9 +96,9 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] used by experts, if they are not the observed output of the router.
+    """Judge the weights [T, S] that experts use, if these are not the observed output of the router.
 
-    Tokens with other experts are skipped, unless there are more such tokens than rounding can explain.
+    Tokens with other experts are skipped, unless they are more than rounding can explain.
     """
     if len(takes) != len(found):
         return
@@ -126,7 +125,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True if a mixture's output is not the sum of its experts. In that case, the output is judged as wrong."""
+    """Return True if a mixture's output is not the sum of its experts, and judge it as wrong."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -162,14 +161,13 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return a [T] bool mask that is True where a router's code makes the choices `ids_TS` from the logits `given_TE`.
+    """Return a [T] mask: true where a router's code makes the choices `ids_TS` from the logits `given_TE`.
 
     The choice may follow in float64, in the logits' dtype, or within rounding error.
 
-    `again` runs the router and returns its tensors; the tensor at `ids_slot` contains the choices. `made_TE` are the
-    logits that the router computes itself. `given_TE` are the execution's logits, from which the execution chose
-    `ids_TS`. `unit` is the roundoff of the scores. Return None if the code does not compute the logits `made_TE` before
-    it chooses.
+    `again` runs the router and returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits that the
+    router computes itself, `given_TE` those from which the execution chose `ids_TS`. `unit` is the roundoff of the
+    scores. Return None if the code does not compute `made_TE` before it chooses.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

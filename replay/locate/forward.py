@@ -1,4 +1,4 @@
-"""One row's forward pass in float64, with an execution's values substituted before and after each operator.
+"""One row's forward pass in float64, with an execution's values put in before and after each operator.
 
 A computation between modules (an addition to the residual stream, a rotation, a product) is judged at the input of the
 next operator.
@@ -39,24 +39,24 @@ RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "e
 """Kinds of computations between operators: additions to the residual stream, the product of gate and up, anything else,
 and changes to embeddings before the first layer."""
 INPUT = "input"
-"""Suffix for the input of an operator that should equal the layer's input but does not."""
+"""Suffix for an operator's input that should equal the layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 
 
 class Forward:
-    """Judges one row's forward pass while the float64 model runs the row."""
+    """Judges one row's forward pass while the float64 model runs it."""
 
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` are the operators of the float64 model. `names` maps the ids of its modules to their names."""
+        """`operators` are those of the float64 model. `names` maps the ids of its modules to their names."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Substitute the execution's values before and after each operator."""
+        """Put in the execution's values before and after each operator."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
@@ -70,7 +70,7 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a hook. An operator that the hook cannot handle is noted, and the other operators are still judged."""
+        """Wrap a hook so that an operator it cannot handle is noted, and the others are still judged."""
 
         def called(name: str, *args: Any) -> Any:
             try:
@@ -119,7 +119,6 @@ class Forward:
         return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
-        """Compare an operator's output with the output of the float64 model on the same inputs."""
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
@@ -146,7 +145,7 @@ class Forward:
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        """Judge the computation before an operator's input. Return the execution's input to use instead."""
+        """Judge the computation before an operator's input, and return the execution's input to use instead."""
         taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
@@ -159,7 +158,7 @@ class Forward:
         if slot and are_experts(self._operators[name]):
             return new  # weights of a choice, which are judged with the choice
         if last == "rotary_emb":
-            # The rotary uses only the hidden states' dtype; the computation before them is judged at the layer's input.
+            # The rotary uses only the hidden states' dtype. The computation before is judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
@@ -169,7 +168,7 @@ class Forward:
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """Compare the input of a layer's first operator with the layer's input. Return True if the two differ."""
+        """Judge the input of a layer's first operator if it differs from the layer's input; return True if so."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False
@@ -189,7 +188,7 @@ class Forward:
         return True
 
     def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
-        """Judge the computation before an operator, unless its input is the unchanged output of the previous operator."""
+        """Judge the computation before an operator, unless its input is the unchanged output of the previous one."""
         if bool((taken.double() == exact).all()):
             return
         heard = self._heard
@@ -207,9 +206,8 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                if missed is not None and bool(
-                    (missed[0] == exact).all()
-                ):  # the activation's input is its unchanged output
+                # Its output goes straight to the activation.
+                if missed is not None and bool((missed[0] == exact).all()):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:
             bound = bounds.of_sum(exact, rounding, 8.0)
@@ -221,7 +219,7 @@ class Forward:
         self._judgement.add(where, kind, of, taken, exact, bound, point)
 
     def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:
-        """Return the kind of the computation before an operator, and the layer that it belongs to."""
+        """Return the kind of the computation before an operator, and the layer it belongs to."""
         last = name.rpartition(".")[2]
         if last in ENDS_OF_MLP or (last in ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
             return ACTIVATION, layer

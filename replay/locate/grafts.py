@@ -1,6 +1,6 @@
 """Compute operators of one execution (the taker) with the code of the other (the giver), on the taker's inputs.
 
-The operator is replaced, not its result. A result taken from the other execution would include all earlier differences,
+The operator is replaced, not its result: a result taken from the other execution would include all earlier differences,
 so the last operator would seem to cause the whole mismatch.
 """
 
@@ -35,7 +35,7 @@ from .vllm_execution import AnyExecution, VllmExecution, names
 
 
 class Graft:
-    """Replaces operators in the taker's running model with the giver's operators."""
+    """Replaces operators in the taker's running model with the giver's."""
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
@@ -45,7 +45,7 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the replaceable operators: operators that both executions have, and attention in padded forwards."""
+        """Return the operators that can be replaced: those in both executions, and attention if rows are padded."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -61,7 +61,7 @@ class Graft:
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Make the taker's forward pass compute these operators with the giver's code, within the block."""
+        """Within the block, run the named operators of the taker with the giver's code."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -92,12 +92,11 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, for the giver's device and dtype."""
+        """A parameter of the giver, for its device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype is used
-        instead."""
+        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype replaces it."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -116,7 +115,7 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Run the giver once, and return its attention functions and masks for one of the taker's forward passes."""
+        """Run the giver on one of the taker's batches, to get its attention functions and masks."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -141,7 +140,7 @@ class Graft:
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """Cast a floating-point tensor to another dtype; return anything else unchanged."""
+    """Cast a floating-point tensor; return anything else unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         return value.to(dtype) if is_float and dtype is not None else value
@@ -155,7 +154,7 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 class VllmGiver(Graft):
-    """Replaces projections, norms and the embedding in a transformers model with those of vLLM.
+    """Replaces projections, norms and the embedding of a transformers model with vLLM's.
 
     vLLM's other operators need its KV cache.
     """
@@ -165,7 +164,7 @@ class VllmGiver(Graft):
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """Functions that run vLLM's computation on the same inputs, by name in transformers."""
+        """Functions that run vLLM's code on the same inputs, by transformers' name."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
@@ -188,7 +187,7 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return a function that runs a vLLM module, or one of the projections fused in the module."""
+    """Return a function that runs a vLLM module, or one of the projections fused in it."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -212,7 +211,6 @@ def _gate(gate: Any, module: Any) -> Callable[..., Any]:
 
 
 def _experts(module: Any) -> Callable[..., Any]:
-    """Return a function that runs the experts of a vLLM mixture."""
     experts = module.routed_experts
 
     def computed(taken: Any, ids: Any, weights: Any) -> Any:
@@ -224,7 +222,7 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return the graft that puts the giver's operators into a transformers model; None if no graft can do so."""
+    """Return a graft, or None unless the taker is a transformers model that can run the giver's operators."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

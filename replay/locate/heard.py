@@ -1,7 +1,7 @@
 """An execution's recorded values in one row's forward pass, and the bounds on their errors.
 
-If an execution computes an operator without calling it separately (because its code fuses several), the operator is not
-observed, and its possible error is added to the bound of the next observed operator.
+If an execution does not call an operator separately (because its code fuses several), the operator is not observed. Its
+possible error is then added to the bound of the next observed operator.
 
 Shapes: T tokens, H hidden width.
 """
@@ -21,11 +21,11 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative of the common activations, which is that of GELU."""
+"""Maximum derivative of the common activations: that of GELU."""
 
 
 class Arithmetic(Protocol):
-    """Properties of an execution's arithmetic that determine the bounds on rounding error."""
+    """What the bounds need to know about an execution's arithmetic."""
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
@@ -37,15 +37,15 @@ class Arithmetic(Protocol):
 
     @property
     def attention_cut(self) -> float:
-        """Largest part of each weighted value that attention may cut off, as a share of the largest weighted value."""
+        """How much of each weighted value attention may cut off, as a share of the largest weighted value."""
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype that operators may round to, whatever their output dtypes; None if there is no such limit."""
+        """Coarsest dtype that operators round to, whatever their output dtypes are; None if there is no such limit."""
 
 
 class Heard:
-    """An execution's operators in one row's forward pass, observed and unobserved."""
+    """Observed and unobserved operators of an execution, in one row's forward pass."""
 
     def __init__(
         self, taps: RowTaps, arithmetic: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
@@ -53,7 +53,7 @@ class Heard:
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # Computed only once, because both properties read all weights.
+        # Stored, because both properties read all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
@@ -67,11 +67,11 @@ class Heard:
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is starting; None if it was not observed."""
+        """Return the recorded call of an operator that starts now; None if it was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is finishing. Release its values unless the head needs them."""
+        """Return the recorded call of an operator that ends now, and release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -85,10 +85,7 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding for values of the given dtypes.
-
-        A dtype coarser than the execution's coarsest dtype is replaced by that dtype.
-        """
+        """Return the rounding for values of these dtypes, but none coarser than the execution's coarsest dtype."""
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -100,8 +97,7 @@ class Heard:
         self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
     ) -> Any:  # fmt: skip
-        """Return a bound on the error of an operator's output, in the shape of `given`. `made_in` is the output's dtype
-        if it differs from that of `given`."""
+        """Bound the error of an operator's output, in the shape of `given`, which was computed in `made_in` if set."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -110,7 +106,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return a bound on the error of an attention core's output [T, N, D]. `turns` adds the rotary's error."""
+        """Bound the error of an attention core's output [T, N, D]. `turns` adds the rotary's error."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -121,7 +117,7 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Return a bound on the error of the residual stream.
+        """Bound the error of the residual stream.
 
         A branch may be multiplied before it is added. With several branches (parallel attention and MLP, routed and
         shared experts), a partial sum may be rounded too.
@@ -136,9 +132,9 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return two dtypes of an operator's weight: the dtype in use, and the recorded dtype.
+        """Return the dtype of an operator's weight, in use and as recorded.
 
-        If the execution has no weight of this name, the dtype in use is the coarsest dtype of its weights.
+        If the execution has no weight of this name, the coarsest dtype of its weights is assumed.
         """
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
@@ -150,16 +146,13 @@ class Heard:
     # --- operators that were not observed -----------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an operator that was not observed: its exact output, and a function from dtype to the bound."""
+        """Note an unobserved operator: its exact output, and a function from dtype to the bound."""
         layer = layer_of(name)
-        if any(
-            other != layer for other, _ in self.unheard
-        ):  # The operator belongs to a layer that is already finished.
+        if any(other != layer for other, _ in self.unheard):  # left over from a finished layer
             self.unheard.clear()
         self.unheard[layer, kind_of(name)] = given, bound
 
     def miss_module(self, name: str, module: Any, takes: tuple[Any, ...], value: Any) -> None:
-        """Note a module that was not observed."""
 
         def bound(dtype: Any) -> Any:
             rounding = self.rounding(dtype, **self._weight(name))
@@ -168,18 +161,15 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return an unobserved operator's output and the bound on its error, in the shape of `exact`.
-
-        Return None if the operator was observed, or if its output has another size.
-        """
+        """Return an unobserved operator's output and the bound on its error, in the shape of `exact`; None if there is
+        no such operator or its output has another size."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return how much unobserved projections add to the bound on the input of an activation or of the last
-        projection."""
+        """Return what unobserved projections add to the bound for an activation's or the last projection's input."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

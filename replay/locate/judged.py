@@ -13,12 +13,12 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""Name of an operator's call, TAKES or GIVES, and index of the tensor."""
+"""Call name of an operator, TAKES or GIVES, and index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
+"""What user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
-"""A number larger than the number of operators in a layer."""
+"""Larger than the number of operators in a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,36 +26,36 @@ class Judged:
     """One operator in one row's forward pass, compared with float64."""
 
     operator: str
-    """Name of the operator's module, or a name such as `layers.7.residual` for a computation between modules."""
+    """Module name, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
     layer: int | None
     order: int
     num_values: int
     error: float
-    """Root mean square of the error that the operator introduced, relative to the RMS of the exact result."""
+    """RMS of the error that the operator introduced, relative to the RMS of the exact result."""
     largest: float
-    """Error of the token with the largest error, relative to the RMS of the exact result."""
+    """Largest error of a token, relative to the RMS of the exact result."""
     ratio: float
     """Largest introduced error divided by its bound; inf if only one of the values is finite or if a choice differs."""
     token: int
     """Index in the row (prompt and response) of the token with the largest error."""
     dtype: str
-    """Output dtype, as torch names it."""
+    """torch's name of the output dtype."""
     point: Point | None = None
     """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """One row's forward pass within a window of layers, compared with float64."""
+    """One row's forward pass in a window of layers, compared with float64."""
 
     window: Window
     operators: list[Judged] = field(default_factory=list)
-    """Judged operators in forward order, without the head."""
+    """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
     """Error introduced at each point: found minus exact values, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Reasons why operators could not be judged, by operator."""
+    """Why an operator could not be judged."""
     attended: set[int | None] = field(default_factory=set)
     """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
 
@@ -63,8 +63,7 @@ class Judgement:
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, the error is kept
-        under this key."""
+        """Compare values [T, ...] with exact values, given a bound for each. The error is kept for a given `point`."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -73,8 +72,7 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal
-        integers."""
+        """Judge integers that must be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -84,7 +82,6 @@ class Judgement:
         )  # fmt: skip
 
     def _owns(self, layer: int | None) -> bool:
-        """Return True if an operator in this layer belongs to the window."""
         if layer is None:
             return self.window.is_last if self.attended else self.window.is_first
         return self.window.has(layer)
@@ -102,12 +99,12 @@ def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: 
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
-    """Return the largest ratio of the error of values [T, ...] to the bound on this error."""
+    """Return the largest ratio of error to bound in values [T, ...]."""
     return float(_measured(found, found.double() - exact, exact, bound)["ratio"])
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the fields of `Judged` that depend on values. `off` (found minus exact values, float64) is overwritten."""
+    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference found minus exact."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -19,29 +19,25 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return an operator's kind: the last word of the operator's name (q_proj, input_layernorm), or of the name of the
-    list that contains the operator."""
+    """Return the last word of an operator's name (q_proj, input_layernorm), ignoring its index in a list."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 
 def layer_modules(model: Any) -> dict[str, Any]:
-    """Return a model's layers by module name."""
     return {name: module for name, module in model.named_modules() if _LAYER_ITSELF.search(name)}
 
 
 def core_name(attention: str) -> str:
-    """Return the name of an attention layer's core."""
     return f"{attention}.{ATTENTION}"
 
 
 class CallNames:
-    """Names the calls of operators in one forward pass: `name`, then `name#2`, and so on."""
+    """Numbers the calls of operators in one forward pass: `name`, then `name#2`, and so on."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()
 
     def next(self, name: str) -> str:
-        """Return the name of the operator's next call."""
         self._count[name] += 1
         return self.present(name)
 

@@ -1,4 +1,4 @@
-"""Measure the mismatch that remains if one execution uses the operators' code or the expert choices of the other.
+"""Measure how much mismatch is left if one execution takes over operators or expert choices of the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -28,7 +28,7 @@ from .pooled import Pooled
 from .vllm_execution import AnyExecution, VllmExecution
 
 Names = Callable[[str], bool]
-"""Function that selects operators by name."""
+"""Selects operators by name."""
 
 
 def patched(
@@ -71,7 +71,7 @@ def patched(
 
 
 def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
-    """Return the named groups of operators that are replaced together: each kind of operator, and all operators."""
+    """Group the operators that are replaced together: each kind, then all of them."""
     kinds = dict.fromkeys(map(kind_of, names))
     of_kind = [(kind, frozenset(name for name in names if kind_of(name) == kind)) for kind in kinds]
     return [*of_kind, ("all operators", frozenset(names))]
@@ -80,10 +80,9 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 def _choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return expert ids and weights, [T, L, S] each, by sequence, as chosen by an execution's routers for `rows`.
+    """Return the expert ids and weights, [T, L, S] each, that an execution's routers choose for `rows`, by sequence.
 
-    The rows run in the batches of the step's rows `of`. `wanted` selects routers by name; other routers have the ids
-    NOT_ROUTED.
+    The rows run in the batches of `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
@@ -126,8 +125,8 @@ def _score_with(
 ) -> dict[str, np.ndarray]:
     """Return the taker's [T] float64 log-probabilities by sequence, with the experts in `chosen`.
 
-    A token for which the taker chooses the same set of experts keeps the taker's own weights and order, so that earlier
-    differences are not included. Other rows in a forward pass keep the taker's own choices.
+    Where the taker selects the same set of experts, it keeps its own weights and order, so that earlier differences do
+    not count. Other rows in a forward pass keep the taker's own choices.
     """
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]

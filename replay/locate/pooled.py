@@ -1,4 +1,4 @@
-"""Findings for each operator over all sequences, and the first operator at which two executions diverge."""
+"""Each operator's results over all sequences, and the first operator at which two executions diverge."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""A side's code counts as equivalent to the recorded model's code if, in float64, no token's relative error exceeds
-this limit. Code that uses float32 internally stays below the limit."""
+"""Limit on a token's relative error in float64, up to which a side's code counts as equivalent to the recorded model's.
+Code that uses float32 internally stays below it."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
-"""A tensor counts as another tensor if at least this share of its elements differ; otherwise, it counts as modified."""
+"""A tensor counts as another tensor if at least this share of its elements differ, else as modified."""
 
 Apart = tuple[float, float]
-"""Two sums of squares: of the difference between the values of both executions, and of the values of execution a. NaN
-if the values cannot be compared."""
+"""Two sums of squares: of the executions' difference, and of execution a's values. NaN if they cannot be compared."""
 Operator = tuple[str, str]
-"""Side, and name of an operator."""
+"""Side and operator name."""
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Results by operator, each with the sequence on which it was judged."""
+"""Results by operator, each with the sequence it was judged on."""
 
 
 @dataclass(slots=True)
 class Pooled:
-    """Findings over all sequences."""
+    """Results over all sequences."""
 
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Results by operator if a side's code runs in float64, each with the sequence on which it was judged."""
+    """Results with a side's code in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """For each side, True if its code and the recorded model give the same log-probabilities, both in float64."""
+    """By side: true if its code and the recorded model give the same log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """[T] log-probabilities of the response by side and sequence, nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
-    """Same as `Located.products`. A residual stream is judged in two places; the errors of both places are added up."""
+    """As in `Located.products`. A residual stream is judged in two places, whose errors are added up."""
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)
@@ -48,14 +47,13 @@ class Pooled:
     """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """Add an operator's result on a sequence. `product` is the error's contribution to the sum of d^2, nats^2."""
+        """`product` is what the error contributes to the sum of d^2, nats^2."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
             own[seq_id] = own.get(seq_id, 0.0) + product
 
     def add_router(self, router: Router) -> None:
-        """Add a router's counts on a sequence."""
         known = self.routers.get(router.operator, replace(router, num_tokens=0, num_flipped=0, margin=None))
         self.routers[router.operator] = replace(
             known,
@@ -65,13 +63,12 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences: first the operators that were judged as they ran, then the
-        operators that were judged only with the side's code in float64."""
+        """Yield each operator's error over all sequences: first as it ran, then those judged only in float64."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
             differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
-            if differing and (side, name) not in self.judged:  # hidden by rounding, or under another name
+            if differing and (side, name) not in self.judged:  # rounding hides the error, or the name differs
                 yield self._operator(side, name, differing)
 
     def _operator(self, side: str, name: str, found: list[tuple[str, Judged]]) -> OperatorError:
@@ -79,7 +76,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A residual stream is judged in two places of a layer. The place with the error determines its order.
+        # A residual stream is judged in two places of a layer; its order is that of the place with the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -102,11 +99,10 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator, in forward order, whose result rounding cannot explain; None if rounding explains
-    every result.
+    """Return the first operator, in forward order, whose result rounding cannot explain; None if there is none.
 
-    If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
-    effect: it is noted in `pooled.unjudged`, but does not count.
+    If a side's code gives the recorded model's log-probabilities in float64, intermediate results that differ have no
+    effect. They are noted in `pooled.unjudged` but do not count.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

@@ -1,8 +1,7 @@
 """The recorded model in float64, which checks each operator of an execution on the execution's own inputs.
 
-It runs a row with the execution's values substituted before and after each operator (module `forward`). So each
-operator, and each computation between two operators, starts from the execution's own values, and no earlier error
-counts.
+It runs a row with the execution's values put in before and after each operator (module `forward`). So each operator,
+and each computation between two operators, starts from the execution's own values, and earlier errors do not count.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Reference:
     """The float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has float64 weights and unfused attention. `recorded_dtypes` are the dtypes of the recorded
-        weights."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -53,7 +51,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators of a row's forward pass; afterwards, `taps` contains only the head's values.
+        """Judge the operators of a row's forward pass. Afterwards, `taps` holds only the head's values.
 
         `first_position` is the position of the row's first token.
         """
@@ -68,13 +66,13 @@ class Reference:
         self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
         windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:  # fmt: skip
-        """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
+        """Return, to first order, what each error contributes to sum(weights_T * logprobs) of a row's response: error
         times gradient.
 
         This takes one forward and one backward pass of the float64 model. `errors_of` returns the errors of some
-        executions in a window of layers. It is called from the last window to the first, and only the errors of one
-        window are kept. Each error is multiplied by its gradient as soon as the gradient exists, and then released. The
-        values inside a layer exist for one layer at a time, since layers are recomputed in the backward pass.
+        executions in a window of layers. It is called from the last window to the first, and only one window's errors
+        are kept. Each error is multiplied by its gradient as soon as that exists, and then released. Values inside a
+        layer exist for one layer at a time, since layers are recomputed in the backward pass.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
@@ -95,8 +93,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within the block, layers keep only their inputs and recompute other values when the backward pass needs
-        them."""
+        """Within the block, layers keep only their inputs, and recompute the rest when the backward pass needs it."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -140,7 +137,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies each error by the gradient at the same point, as soon as the backward pass reaches that point."""
+    """Multiplies each error by the gradient at the same point, as soon as the backward pass gets there."""
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True during the backward pass. Layers recomputed then are not observed again."""
+        """True in the backward pass. Layers that it recomputes are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)
@@ -202,7 +199,7 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """Return the dot product of two tensors; non-finite products count as 0."""
+    """Return the dot product of two tensors, without products that are not finite."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

@@ -1,5 +1,5 @@
-"""Choose sequences, run each through both executions, judge the operators, and compute how much the error of each
-operator contributes to the mismatch.
+"""Choose sequences, run each in both executions, judge the operators, and compute how much each operator's error
+contributes to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
@@ -33,11 +33,11 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds of operators after the head. In user code, `logits` is a scale or cap applied to the head's result."""
+"""Kinds of operators after the head. `logits` is a scale or cap that user code applies to the head's result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with its error's contribution to the log-probabilities, [T] nats."""
+"""Operators after the last hidden states, each with what its error contributes to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
-"""Position of the head in the order of operators, after any operator in a layer."""
+"""Order of the head, which comes after every operator in a layer."""
 RANDOM = "random"
 _SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
@@ -45,13 +45,13 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The sequences chosen from a step. There is at least one, and all have the same policy version."""
+    """At least one sequence of a step; all have the same policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str
-    """How the sequences were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
+    """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group of each sequence, or the sequence's own id if it has no group."""
+    """Prompt group of each sequence, or its own id if it has no group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -102,24 +102,24 @@ def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict
 
 
 class SequenceJudge:
-    """Judges the operators on one sequence, one window of layers after another."""
+    """Judges the operators on one sequence, one window of layers at a time."""
 
     def __init__(
         self, row: RecordedRow, executions: Mapping[str, AnyExecution], reference: Reference,
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
-        """`heard` has the values of both executions in the last window, `pooled` their logprobs. `listen` runs one."""
+        """`heard` has both executions' values in the last window; `listen` runs another one."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """Difference between both executions in each operator's inputs and in its outputs, by operator."""
+        """How far apart both executions are, by operator: in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
-        """Add the sequence's findings to `pooled`, with the errors of operators selected by `is_asked`."""
+        """Add the sequence's results to `pooled`, for operators selected by `is_asked`."""
         row, pooled = self._row, self._pooled
         d_T = np.where(row.scored, pooled.logprobs[B][row.seq_id] - pooled.logprobs[A][row.seq_id], 0.0)
         for position in sorted(set(self._positions.values())):
@@ -131,7 +131,7 @@ class SequenceJudge:
                     products = self._reference.carried(
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
-                except OF_CODE as error:  # for example, code that autograd cannot differentiate through
+                except OF_CODE as error:  # e.g. code without a derivative
                     pooled.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
@@ -155,7 +155,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge the operators of the given sides in a window of layers. Return the errors that each side introduced."""
+        """Judge one window of layers for these sides, and return the errors that each side introduced."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -174,7 +174,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how much the two executions differ in each operator's inputs and outputs, and in the chosen experts."""
+        """Note how far apart the executions are in each operator's inputs and outputs, and which experts differ."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -184,7 +184,7 @@ class SequenceJudge:
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
-    """Return the difference between the first two floating-point tensors that can be compared."""
+    """Compare the first two floating-point tensors that can be compared."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
@@ -195,7 +195,7 @@ def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
 
 
 def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
-    """If this is a router, yield the number of tokens for which the two executions choose different experts."""
+    """If this is a router, yield how many tokens get different experts in the two executions."""
     for a, b in zip(ours, theirs, strict=False):
         if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
             flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
@@ -222,8 +222,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. They count as one operator if the projection is not called
-    separately."""
+    """Judge the operators after the last hidden states, as one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
@@ -249,7 +248,7 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # A padded vocabulary has extra rows, whose effect counts for the log-softmax; missing rows count as NaN.
+            # Extra rows of a padded vocabulary count for the log-softmax; missing rows are NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )

@@ -22,27 +22,27 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Number of recent tensors with which a new tensor is compared, so that no tensor is recorded twice."""
+"""A new tensor is compared with this many recent ones, so that no tensor is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...], or None if there is no token axis."""
+    """One call of an operator for one row: input and output tensors [T, ...]; None where there is no token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact sum."""
+    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact one."""
     is_other_code: bool = False
-    """True if the operator runs code other than the recorded model's code. Such code may round at each step."""
+    """True if the operator runs code other than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
 class RowTaps:
-    """The operator calls recorded for one row in a forward pass."""
+    """One row's operator calls in a forward pass."""
 
     calls: dict[str, Call] = field(default_factory=dict)
-    """Calls by operator, in execution order."""
+    """By operator, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer inputs [T, H] by layer index; absent if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
@@ -60,17 +60,16 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
-    """Return, by row index, the [T] indices of the row's prompt and response tokens in a forward pass's concatenated
-    rows."""
+    """Return the [T] indices of each row's prompt and response tokens among the concatenated rows of a forward pass."""
     return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's operators by name: modules that compute and contain no other module.
 
-    A mixture's experts count as one operator, and so does a projection with its adapters. Each module named in `also`
-    is an operator too, whatever it contains. These are operators of another model, which this model may compute in
-    several modules or not at all.
+    A mixture's experts count as one operator, and so does a projection with its adapters. Modules named in `also` are
+    operators whatever they contain: they are operators of another model, which this model may compute in several
+    modules or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -87,7 +86,7 @@ def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def are_experts(module: Any) -> bool:
-    """Return True if a module contains the weights of all experts in a layer, as in transformers' mixtures."""
+    """Return True if a module holds the weights of all experts in a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
@@ -99,17 +98,17 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return a model's mixtures of experts by name: the module that sums all experts, shared expert included."""
+    """Return the modules that sum all experts of a mixture, shared expert included."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
 def is_adapted(module: Any) -> bool:
-    """Return True if a module is a projection with PEFT adapters."""
+    """Return True for a projection with PEFT adapters."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return the part [T, ...] of a forward pass's tensor that belongs to a row; None if the tensor has no token axis.
+    """Return a row's part [T, ...] of a forward pass's tensor; None if the tensor has no token axis.
 
     The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
@@ -124,9 +123,9 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
         return value.detach()[places_T]
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
-    if (
-        not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W)
-    ):  # the output of a norm that is applied to each head's queries
+
+    # The output of a norm over each head's queries.
+    if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
 
@@ -147,7 +146,7 @@ def tokens_first(template: Any, value_T: Any) -> Any:
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's tensor [T, ...] in the shape and dtype of `template`, from a forward pass over that row alone."""
+    """Shape a row's tensor [T, ...] like `template`, a tensor from a forward pass over that row alone, and cast it."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -155,13 +154,13 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor has the same size."""
+    """Return the execution's tensor to use in place of `value`; None if there is none of this size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return all tensors in a call's arguments, even nested tensors. Keyword arguments come last, sorted by name."""
+    """Return the tensors in a call's arguments, even nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -175,7 +174,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with their tensors replaced by `new`, in the order of `tensors_of`."""
+    """Replace the tensors in a call's arguments with `new`, in the order of `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -183,7 +182,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Iterable[Any]) -> Any:
-    """Return a result with its tensors replaced by `new`, in the order of `outputs_of`."""
+    """Replace the tensors in a result with `new`, in the order of `outputs_of`."""
     rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)
@@ -214,12 +213,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Function called as (module, original, args, kwargs) in place of an attention function."""
+"""Called as (module, original, args, kwargs) in place of an attention function."""
 
 
 @contextmanager
 def attention_around(around: Around) -> Iterator[None]:
-    """Call every attention function of transformers through `around`, within the block."""
+    """Within the block, call every attention function of transformers through `around`."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -240,11 +239,10 @@ def attention_around(around: Around) -> Iterator[None]:
 def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around the modules'
-    calls.
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each module's
+    call.
 
-    As with torch's hooks, the value returned by `before` replaces the arguments, and the value returned by `after`
-    replaces the result.
+    As with torch's hooks, what `before` returns replaces the arguments, and what `after` returns replaces the result.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -256,7 +254,7 @@ def hooked(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden states among the arguments to a layer or to experts."""
+    """Return the hidden states among the arguments of a layer or of experts."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
@@ -274,7 +272,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators for which this model runs code other than the recorded model's code."""
+        """Operators whose code here is not that of the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -283,7 +281,7 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward pass. `chosen` maps the index of a row to the object that records the row's values."""
+        """Observe one forward pass. `chosen` maps row indices to the objects that record the rows' values."""
         self._chosen, self._shape = chosen, batch.tokens_BW.shape
         self._places = places(batch, chosen, self._device)
         self._calls = CallNames()
@@ -347,7 +345,7 @@ class Taps:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """Return the names of attention layers: modules with a query projection, or with a fused projection."""
+    """Return the names of attention layers: modules with a query projection or a fused one."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name

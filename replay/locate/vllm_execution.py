@@ -1,7 +1,7 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward pass, without padding. A sequence's tokens arrive in one
-pass, in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
+vLLM packs tokens of several sequences into one forward pass, without padding. A sequence's tokens arrive in one pass,
+in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
 width.
@@ -36,17 +36,16 @@ from .taps import Call, RowTaps, hidden_of, hooked
 _HEAD = ("lm_head", "logits_processor")
 """Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
-"""Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
+"""Modules that vLLM fuses with other code. Their outputs are observed as inputs of the next operator."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""Location of a sequence's tokens in a forward pass: the sequence, the slice of the forward pass with its tokens, and
-the index in the sequence of the first of these tokens."""
+"""A sequence, the slice of a forward pass that holds its tokens, and the index in the sequence of the first of them."""
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: without compilation, CUDA graphs or a prefix cache."""
+    """A vLLM engine with the weights of a step, in eager mode: no compilation, CUDA graphs or prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -59,7 +58,6 @@ class VllmExecution:
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
     ):
-        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit the model factory of this side")
@@ -72,7 +70,6 @@ class VllmExecution:
         self._engine: Any = None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises CannotReplay."""
         if self._engine is None:
             self._engine = self._scorer.build()
         self._scorer.put(self._engine, tensors)
@@ -83,16 +80,16 @@ class VllmExecution:
 
     @property
     def model(self) -> Any:
-        """The model object inside the vLLM engine."""
+        """The model inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by parameter name in transformers; the experts of a mixture are left out."""
+        """torch dtypes by transformers' parameter name, without the experts of a mixture."""
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
-        """Yield the engine's weights under transformers' names. Fused weights are split, and padding is removed."""
+        """Yield the engine's weights under transformers' names, with fused weights split and padding removed."""
         model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())
@@ -115,8 +112,8 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return [T] float64 log-probabilities for `rows` by sequence, scored in the batches that the engine forms from
-        rows `of`, and the inputs and outputs of the operators selected by `wanted`."""
+        """Return [T] float64 log-probabilities of `rows` by sequence, scored in the batches that the engine forms from
+        `of`, and the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
@@ -124,7 +121,7 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
-        # A decode samples the last token but never runs it through the model, so one more token is added.
+        # A decode samples the last token but does not run it through the model, so one more token is added.
         asked = list(rows)
         if self._scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
@@ -145,7 +142,7 @@ AnyExecution = Execution | VllmExecution
 
 
 class _EngineNumerics(NamedTuple):
-    """Precision settings of vLLM's head: the projection runs in the engine's dtype, and the log-softmax in float32."""
+    """Precision of vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
 
     temperature: float
     projection_dtype: None = None
@@ -164,13 +161,12 @@ class _Batch:
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Sequences whose requests vLLM has not started yet, by their exact token ids."""
+        """Sequences whose requests vLLM has not started yet, by their token ids."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
 
     def spans(self, positions_W: Any) -> list[Span]:
-        """Return the sequences' spans in a forward pass."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -198,7 +194,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Return the operators that transformers has in place of each vLLM module, by module.
+    """For each vLLM module, return the operators that transformers has in its place.
 
     Raises CannotReplay for a module that corresponds to no operator.
     """
@@ -240,11 +236,10 @@ class _EngineTaps:
         self.spans: list[Span] = []
         """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Calls by sequence and operator, each with the index in the sequence of the first token in the call."""
+        """Calls by sequence and operator, each with the index in the sequence of its first token."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Observe the forward passes within the block."""
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
             for name, module in self._modules.items():
@@ -257,7 +252,6 @@ class _EngineTaps:
             yield
 
     def found(self, rows: Sequence[RecordedRow]) -> dict[str, RowTaps]:
-        """Return the recorded calls of each row."""
         found = {}
         for row in rows:
             calls = {name: _joined(pieces) for name, pieces in self._pieces.pop(row.seq_id, {}).items() if pieces}
@@ -313,14 +307,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that first adds its input to the residual stream also returns the sum
+            taken = outputs[1]  # a norm that first adds its input to the residual stream returns the sum too
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join the calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
+    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

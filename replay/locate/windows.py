@@ -1,4 +1,4 @@
-"""Split sequences and layers into parts whose recorded operator values fit into memory."""
+"""Split sequences and layers so that recorded operator values fit into memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Window:
     """A range of layers whose operator values are in memory at the same time."""
 
     first: int | None = None
-    """Index of the first layer in the window; None if the window contains all layers."""
+    """Index of the first layer; None if the window contains all layers."""
     last: int | None = None
     is_first: bool = True
     """True if operators that run before all layers belong to the window."""
@@ -35,13 +35,12 @@ class Window:
     """True if operators that run after all layers belong to the window."""
 
     def has(self, layer: int) -> bool:
-        """Return True if a layer belongs to the window."""
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
         """Return True if the window needs an operator's values.
 
-        The norms in the layer after the window are needed too, since they take the output of the window's last layer.
+        It also needs the norms of the layer after it, since they take the output of its last layer.
         """
         layer = layer_of(name)
         if layer is None:
@@ -64,8 +63,8 @@ def parts(
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
     """Yield groups of sequences that fit into memory together, each with the windows of layers to process in turn.
 
-    Sequences that share a forward pass stay together where possible. `num_bytes` is the memory needed per token. There
-    is one window, unless a single sequence's values do not fit.
+    Sequences that share a forward pass stay together where possible. `num_bytes` is the memory per token. There is only
+    one window, unless a single sequence does not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
 
@@ -86,7 +85,7 @@ def parts(
 
 
 def bytes_per_token(model: Any) -> int:
-    """Return the approximate memory, in bytes per token, for the inputs and outputs of a model's operators."""
+    """Estimate the bytes per token of all operator inputs and outputs."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -95,7 +94,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
+    """Return the free memory of a device; _UNKNOWN_FREE if the system does not report it."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

@@ -691,10 +691,10 @@ def test_a_look_that_one_arm_takes_counts_for_the_others(tmp_path):
 
     run = Run()
     first, second = (ArmPass(run, SimpleNamespace(name=name)) for name in "ab")
-    assert not second._has_now(2)
+    assert not second._scored_now(2)
     run.added, run.is_alive = {2}, False
-    first._has_now(1)
-    assert second._has_now(2)
+    first._scored_now(1)
+    assert second._scored_now(2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Attention over a KV cache. Its results do not depend on keys that a query does not see.
+"""Attention over a KV cache, whose results do not depend on keys that a query does not see.
 
 An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys that it sees, and the
 scale of a key or value only on its token, so prefill, chunks and decode slice the same numbers in the same way.
@@ -20,8 +20,8 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length, in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores in memory at a time, by device; at least one query's. This many fit into a CPU's
-cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
+"""Number of attention scores in memory at a time, by device, but never less than one query's. This many fit into a
+CPU's cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Seen:
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """Index of the first key that the query sees in any row; stored on the host, copied once per forward pass."""
+    """Index of the first key that the query sees in any row. On the host, copied once per forward pass."""
     last_T: list[int]
     """Index of the last key that the query sees in any row."""
 
@@ -49,10 +49,10 @@ class KeyValueCache:
         self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
-        """True for tokens whose value vector is not finite; only queries that see such a token give NaN."""
+        """True for tokens whose value vector is not finite. Only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of consecutive tokens; `start` is the index of the first token."""
+        """Store the keys and values of consecutive tokens, the first at index `start`."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -64,8 +64,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values seen by each query, weighted by e**(scaling query
-        key)."""
+        """Return [B, A, T, D] float64: the mean of the values a query sees, weighted by e**(scaling query key)."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
@@ -73,7 +72,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys before the first key and after the last key that the block sees.
+            # Skip keys before the first and after the last one that the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]
@@ -94,6 +93,6 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        # A matrix product of zeros and ones avoids a synchronisation with the device.
+        # A product of zeros and ones, since branching would synchronise with the device.
         lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
         return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

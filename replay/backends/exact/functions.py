@@ -1,4 +1,4 @@
-"""Rounding, and exp, log, sine and cosine built from correctly rounded float64 operations only.
+"""Rounding, exp, log, sine and cosine, built only from correctly rounded float64 operations.
 
 torch's own functions differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the
 results of +, -, *, /, sqrt and rounding to an integer, so functions built from these give the same bits everywhere in a
@@ -27,8 +27,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x of a float64 tensor, with a relative error of about 1e-16; exactly 0 for x < -708, e**709 for x >
-    709."""
+    """Return e**x of a float64 tensor, with a relative error of about 1e-16; 0 for x < -708, e**709 for x > 709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -37,7 +36,7 @@ def exp(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Return the natural logarithm of a float64 tensor of positive normal numbers, with a relative error of about 2e-16.
+    """Return the natural logarithm of positive normal float64 numbers, with a relative error of about 2e-16.
 
     With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
     """
@@ -52,7 +51,7 @@ def log(x: Any) -> Any:
 
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
-    """Return cosine and sine of a float64 tensor of angles from 0 to a million radians, with an error of about 2e-16."""
+    """Return cosine and sine of float64 angles from 0 to a million radians, with an error of about 2e-16."""
     turns = (x * (2 / math.pi)).round_()
     rest = x - turns * _HALF_PI[0]
     for part in _HALF_PI[1:]:
@@ -69,12 +68,11 @@ def cosine_and_sine(x: Any) -> tuple[Any, Any]:
 
 
 def silu(x: Any) -> Any:
-    """Return x / (1 + e**-x) of a float64 tensor."""
     return x / exp(-x).add_(1.0)
 
 
 def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Return the polynomial with these coefficients, lowest order first, by Horner's rule."""
+    """Evaluate a polynomial by Horner's rule; coefficients start with the lowest order."""
     result = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result.mul_(x).add_(coefficient)
@@ -82,12 +80,12 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def power_of_two(exponent: Any) -> Any:
-    """Return 2**exponent as float64, for an int64 tensor of exponents from -1022 to 1023."""
+    """Return 2**exponent as float64, for int64 exponents from -1022 to 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once; with a Python number as divisor, a GPU would multiply by the reciprocal."""
+    """Return x / number, rounded once. With a Python number as divisor, a GPU would multiply by the reciprocal."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -102,12 +100,11 @@ class Precision:
     def slices(self) -> int:
         """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51.
 
-        So the sums of an fp64 replay are as accurate as float64 sums. Rotary tables are float32, as in transformers.
+        So an fp64 replay's sums are as accurate as float64 sums. Rotary tables are float32, as in transformers.
         """
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
-        """Round to the activations' dtype."""
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
@@ -116,7 +113,7 @@ class Precision:
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """Round a float64 tensor to `dtype`, through float32, so that CPU and GPU round the same way."""
+    """Round a float64 tensor to `dtype` through float32, so that CPU and GPU round in the same way."""
     if dtype == torch.float64:
         return x
     single = x.to(torch.float32)

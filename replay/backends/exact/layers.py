@@ -1,7 +1,7 @@
 """The layers of a decoder, apart from attention: linear, norm, rotary embedding, experts, head.
 
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width,
-C tokens per chunk, V vocabulary.
+Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width, C
+tokens per chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Maximum number of tokens per matrix product, which bounds memory use."""
+"""Tokens per matrix product, to bound memory use."""
 CHUNK_BYTES = 128 << 20
-"""Maximum size, in bytes, of float64 logits in memory at a time."""
+"""Limit on the bytes of float64 logits in memory at a time."""
 
 
 class Linear:
     """Linear layer whose weight is sliced only once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """`output_dtype` is the dtype that the result is rounded to; None means the dtype of the activations."""
+        """The result is rounded to `output_dtype`; None for the dtype of the activations."""
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -32,7 +32,6 @@ class Linear:
         self._bias_O = None if bias_O is None else bias_O.detach().to(torch.float64)
 
     def __call__(self, x_MK: Any) -> Any:
-        """Return [M, O]."""
         parts = []
         for rows_MK in x_MK.split(ROWS):
             result_MO = matmul(sliced(rows_MK, self._bits, self._precision.slices), self._weight)
@@ -51,7 +50,6 @@ class RmsNorm:
         self._precision = precision
 
     def __call__(self, x: Any) -> Any:
-        """Return x normalised, in the shape of x."""
         mean = divided(sum_of_squares(x, self._precision.slices), x.shape[-1])
         return self._precision.round(self._precision.round(x / (mean + self._epsilon).sqrt()) * self._weight)
 
@@ -74,7 +72,7 @@ class Rotary:
         return tables[0], tables[1]
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
-        """Return vectors [..., D] rotated by the angles of their positions."""
+        """Rotate vectors [..., D] by the angles of their positions."""
         first, second = x.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
@@ -89,15 +87,14 @@ class Mlp:
         self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:
-        """Return [M, H]."""
         return self.down_proj(self._precision.round(self.act_fn(self.gate_proj(x_MH)) * self.up_proj(x_MH)))
 
 
 class Router:
-    """Router that selects the J most probable experts for each token; ties go to the lower index."""
+    """Selects the J most probable experts for each token; ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J; `normalised` makes a token's J weights sum to 1."""
+        """`chosen` is J. `normalised` makes a token's J weights sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
@@ -116,17 +113,17 @@ class Router:
 
 
 class Experts:
-    """The experts of a mixture. Each expert is a gated layer; each token uses J experts."""
+    """Gated experts, J of which are used per token."""
 
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return [M, H]: the weighted outputs of each token's experts, added in order of expert index."""
+        """Return [M, H]: each token's weighted expert outputs, added in order of expert index."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # Copy from the device once per layer: the end of each expert's tokens.
+        # The only copy from the device in this layer: where each expert's tokens end.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -138,13 +135,10 @@ class Experts:
 
 
 class Mixture:
-    """A router and its experts."""
-
     def __init__(self, router: Router, experts: Experts):
         self.gate, self.experts = router, experts
 
     def __call__(self, x_MH: Any) -> Any:
-        """Return [M, H]."""
         _, weights_MJ, experts_MJ = self.gate(x_MH)
         return self.experts(x_MH, experts_MJ, weights_MJ)
 
@@ -153,7 +147,7 @@ class ExactHead:
     """Projection to the vocabulary, sliced only once, followed by a log-softmax."""
 
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """`projection_dtype` is the dtype that logits are first rounded to; None means the dtype of the activations."""
+        """Logits are first rounded to `projection_dtype`; None for the dtype of the activations."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))

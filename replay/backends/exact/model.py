@@ -21,11 +21,11 @@ from .layers import ExactHead, Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, R
 _HEADS_FIRST = ("q_norm", "k_norm", "attention")
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies, and therefore their results, depend on the sequence length."""
+"""Rotary embeddings whose frequencies depend on the sequence length."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if this engine cannot run the model; `identity` is the recorded description of the model."""
+    """Raise CannotReplay if this engine cannot run the model. `identity` is its recorded description."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
@@ -48,11 +48,11 @@ def check(identity: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of the model that can be observed or replaced while it runs."""
+    """An operator that can be observed or replaced while the model runs."""
 
     owner: Any
     attribute: str
-    """Name of the owner's attribute that holds the operator."""
+    """The owner's attribute that holds the operator."""
     is_heads_first: bool = False
     """True if inputs and outputs are [B, heads, T, D]; else tokens come first: [M, ...] or [B, T, ...]."""
 
@@ -70,10 +70,10 @@ class Core:
 
 
 class ExactModel:
-    """A decoder made of exact layers, with the weights of one policy version."""
+    """A decoder of exact layers, with the weights of one policy version."""
 
     def __init__(self, held: Any):
-        """`held` is the transformers model with the weights."""
+        """`held` is the transformers model that holds the weights."""
         self.held = held
         self.config = held.config
         self._layers: list[SimpleNamespace] = []
@@ -81,20 +81,19 @@ class ExactModel:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the activations, which is the dtype of the embedding."""
+        """Precision of the activations, set by the dtype of the embedding."""
         return Precision(self.held.get_input_embeddings().weight.dtype)
 
     @property
     def device(self) -> Any:
-        """Device of the weights."""
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights. Call this after loading new weights."""
+        """Discard the sliced weights, after new weights were loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
-        """Slice the weights, unless they are already sliced."""
+        """Slice the weights, unless that is done already."""
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
@@ -124,7 +123,7 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return the head. Logits are first rounded to `dtype`; None means the dtype of the activations."""
+        """Logits are first rounded to `dtype`; None for the dtype of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
@@ -145,9 +144,8 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return the last hidden states [B, T, H] float64 for the last T of S tokens.
-
-        The caches must already contain the keys and values of the other tokens.
+        """Return the hidden states [B, T, H] float64 for the last T of S tokens; the caches must hold all earlier
+        tokens.
 
         `rows_BS` numbers the rows, which do not attend to each other; 0 is padding.
         """
@@ -178,8 +176,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return the keys that each of the last tokens sees, by sliding window size; copied to the host once for all
-    sizes."""
+    """Return what each of the last tokens sees, by sliding window size, with a single copy to the host."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -188,14 +185,13 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return a [B, T, S] mask that is True where a token sees a key: its own or an earlier one in its row and
-    window."""
+    """Return a [B, T, S] mask: true where a token sees a key, its own or an earlier one in its row and window."""
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
-    # Padding must see at least one key; its result is not used.
+    # Padding must see at least one key, although its result is not used.
     return seen_BTS | (place_S == place_T1)
 
 

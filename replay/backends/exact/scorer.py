@@ -25,9 +25,9 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Scores a token bit-identically for every batch, padding, chunking and thread count.
+    """Gives a token the same bits in every batch, padding, chunking and thread count.
 
-    Positions count only a row's own tokens, so padding does not shift positions.
+    Positions count only a row's own tokens, so padding does not shift them.
     """
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
@@ -35,8 +35,7 @@ class ExactScorer(BatchScorer):
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None means a single
-        pass."""
+        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
@@ -54,7 +53,7 @@ class ExactScorer(BatchScorer):
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [B, W] ids, positions within the row, and row numbers (0 for padding) of a forward pass."""
+    """Return ids, positions within the row, and row numbers (0 for padding) of a forward pass, [B, W] each."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
         return batch.ids_BW, batch.positions_W[None], rows_W[None]
@@ -62,8 +61,6 @@ def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class ExactArmScorer(HfScorer):
-    """Scores steps bit-identically in any batch, padding and chunking."""
-
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         super().__init__(run, arm, contract, device)
         if run.model_factory is not None:
@@ -81,16 +78,14 @@ class ExactArmScorer(HfScorer):
 
     @property
     def key(self) -> LoadKey:
-        """Key of the model that the arm needs; arms with the same key share a model."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, because the exact layers have no adapters; None for a model without adapters."""
+        """`off` or `merged`, because exact layers have no adapters; None for a model without adapters."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:
-        """Build the exact layers over a transformers model without weights. Raises CannotReplay."""
         return ExactModel(
             models.build(
                 models.without_adapters(self.run.model),
@@ -101,7 +96,6 @@ class ExactArmScorer(HfScorer):
         )
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype if the arm sets one. Raises CannotReplay."""
         super().put(model.held, tensors)
         model.forget()
 
@@ -115,7 +109,6 @@ class ExactArmScorer(HfScorer):
         )
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
         made = super().made_by()
         return made | {
             "engine": "exact",

@@ -25,7 +25,7 @@ _LARGEST = 500
 _UNIT_BITS = 33
 """Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
-"""Maximum count of numbers that `sum_of_units` can add exactly."""
+"""How many numbers `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class Slices:
     """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Float64 tensors of integers in the shape of x: up to 2**bits in the first, up to 2**(bits - 1) in the others."""
+    """Integers in float64, in the shape of x: up to 2**bits in the first tensor, up to 2**(bits - 1) in the others."""
     exponent: Any
     """int64, last axis of length 1: every element's magnitude is below 2**exponent."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the number of bits per slice with which sums over `length` products of slices are exact.
+    """Return the bits per slice for which sums over `length` products of slices are exact.
 
-    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger
-    or, with three slices, at most a quarter larger.
+    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger or,
+    with three slices, at most a quarter larger.
     """
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
@@ -65,8 +65,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent that bounds each vector along the last axis, and whether the vector is finite; the axis is
-    kept."""
+    """Return an exponent that bounds each vector along the last axis, which is kept, and whether it is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -86,20 +85,20 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Do the same as `matmul` for left elements that include the exponents of `right`, whose parts are [..., K, N]."""
+    """Like `matmul`, for left elements that already include the exponents of `right`, whose parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
-    """Return the sum of squares along the last axis, [..., 1] float64, with the same error bound as `matmul`."""
+    """Sum squares along the last axis, [..., 1] float64, with the error bound of `matmul`."""
     slices = sliced(x, bits_for(x.shape[-1], count), count)
     total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
     return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
 
 
 def sum_of_units(x: Any) -> Any:
-    """Return the sum along the last axis of up to UNITS numbers from 0 to 1, each rounded to 2**-66: [..., 1] float64."""
+    """Sum up to UNITS numbers from 0 to 1 along the last axis, each rounded to 2**-66: [..., 1] float64."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
@@ -109,7 +108,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each order is exact; adding another order rounds each element once."""
+    """Sum over the orders, smallest terms first. Each order is exact; adding another one rounds each element once."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
@@ -118,5 +117,5 @@ def _total(left: Slices, right: Slices, contract: Any) -> Any:
             same_order += contract(left.parts[index], right.parts[order - index])
         total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
     assert total is not None
-    # The sign of an exact zero depends on the library's summation order; adding 0.0 makes it +0.
+    # An exact zero's sign depends on the library's summation order; adding 0.0 makes it +0.
     return total.add_(0.0)
