@@ -155,10 +155,11 @@ def _trigger_ids(data: PairData) -> list[int]:
     for first, last in zip(*_row_bounds(data), strict=True):
         onset = int(off[first:last].argmax()) if off[first:last].any() else last - first
         before = first + max(onset - TRIGGER_SLACK, 0)
-        prompt = data.sample.prompts[data.seq[first]] or ()
-        clean.update({*tokens[first:before].tolist(), *(prompt if before > first else ())})
-        if 0 < onset < last - first or prompt:
-            near.append({*tokens[before : min(first + onset + 1, last)].tolist(), *(prompt if before == first else ())})
+        clean.update(
+            {*tokens[first:before].tolist(), *(data.sample.prompts[data.seq[first]] or () if before > first else ())}
+        )
+        if 0 < onset < last - first:
+            near.append(set(tokens[before : first + onset + 1].tolist()))
     often = Counter(chain.from_iterable(near))
     left = [{each for each in ids if clean[each] < often[each] / 4} for ids in near]
     chosen: list[int] = []

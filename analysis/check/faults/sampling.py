@@ -516,37 +516,51 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Detect that the log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it occurred."""
+    """Detect that the log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it occurred.
+
+    Occurrences of one id are compared with each other, so that a bias on some ids has no effect, and the log-odds are a second
+    regressor, so that a factor on the logits has none."""
     known, odds_a, odds_b = _log_odds(data)
-    shift = (odds_a - odds_b)[known]
     if known.sum() < 200:
         return []
+    _, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
+    num = np.bincount(place)
+
+    def within(values: np.ndarray) -> np.ndarray:
+        return np.asarray(values - (np.bincount(place, values) / num)[place])
+
+    shift = (odds_a - odds_b)[known]
     shift = np.clip(shift, *np.quantile(shift, [0.01, 0.99]))
-    recorded, best = recorded_penalty(data), (0.0, 0.0, np.zeros(2), np.zeros(0), "")
+    odds, y = within((odds_a + odds_b)[known] / 2), within(shift)
+    recorded, best = recorded_penalty(data), (0.0, 0.0, np.zeros(0), "")
     for counted in ("response", "row"):
-        count = occurrences(data, prompt=counted == "row")
+        count = occurrences(data, prompt=counted == "row").astype(float)
         for times in (count, np.minimum(count, 1)):
-            if np.ptp(times[known]) == 0:
+            x = within(times[known])
+            if not x.any():
                 continue
-            x = np.stack([times[known], np.ones(len(shift))], axis=1)
-            fitted, *_ = np.linalg.lstsq(x, shift, rcond=None)
-            left = float(np.std(shift - x @ fitted))
-            score = abs(fitted[0]) * float(np.std(times[known])) * np.sqrt(len(shift)) / max(left, 1e-12)
-            r2 = 1 - left**2 / max(float(np.var(shift)), 1e-30)
-            best = max(best, (r2, score, fitted, times, counted), key=lambda each: each[0])
-    r2, score, fitted, times, counted = best
-    if r2 < MIN_REPEATED_R2 or score < MIN_REPEATED_SCORE:
+            fitted, *_ = np.linalg.lstsq(np.stack([x, odds], axis=1), y, rcond=None)
+            alone = y - (y @ odds) / max(odds @ odds, 1e-30) * odds
+            left = y - x * fitted[0] - odds * fitted[1]
+            best = max(
+                best,
+                (1 - (left @ left) / max(alone @ alone, 1e-30), float(fitted[0]), times, counted),
+                key=lambda each: each[0],
+            )
+    r2, slope, times, counted = best
+    if r2 < MIN_REPEATED_R2 or np.sqrt(r2 * (len(y) - len(num))) < MIN_REPEATED_SCORE:
         return []
-    side = "b" if fitted[0] > 0 else "a"
+    side = "b" if slope > 0 else "a"
     means = [float(data.d[each].mean()) * (1 if side == "a" else -1) for each in (times > 0, times == 0)]
     finding = PENALTY.finding(
         data, "repeated", times > 0, next=commands.far_tokens(data),
         numbers={
-            "side": data.names[side], "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(float(fitted[0])),
+            "side": data.names[side], "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(slope),
             "r2": r2, "mean_repeated": means[0], "mean_new": means[1], "recorded": recorded,
         },
     )  # fmt: skip
-    predicted = -np.logaddexp(0.0, -(odds_b + fitted[0] * times + fitted[1]))
+    moved = slope * times
+    predicted = -np.logaddexp(0.0, -(odds_b + moved + np.median(shift - moved[known])))
     residual = np.where(known, data.a - predicted, data.d)
     return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0)]
 
@@ -604,6 +618,9 @@ def _biased(data: PairData) -> list[Hypothesis]:
     chosen[known] = biased[place]
     if not 1 <= biased.sum() <= max(4, len(ids) // 3) or chosen.sum() < 6:
         return []
+    after = np.r_[False, chosen[:-1] & (np.diff(data.seq) == 0)] & known & ~chosen
+    if after.any() and np.median(np.abs(odds_a - odds_b)[after]) > 4 * usual:
+        return []  # the tokens after these ids are off, too: the context has other ids
     moved = np.zeros(data.num_kept)
     moved[known] = middle[place]
     predicted = -np.logaddexp(0.0, -(odds_b + moved))
