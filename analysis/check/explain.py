@@ -282,7 +282,8 @@ def _is_part(place: Finding) -> bool:
     """Return True if a place only divides the run and is not itself a cause."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     is_wide = place.code == BOUNDARY.code and place.share > 0.15
-    return ids or is_wide or place.code not in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code)
+    is_cause = place.code in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code) or place.numbers.get("cause") == "ids"
+    return ids or is_wide or not is_cause
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:

@@ -80,6 +80,7 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the previous token",
     "after_ids": "an earlier token's id",
+    "from_ids": "the id of this or an earlier token",
     "token_repeated": "tokens that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked tokens",
@@ -138,8 +139,10 @@ def places(data: PairData) -> list[Where]:
         *(_split(data, noise, name, values[rows], mean[rows], rows) for name, values in sequence_columns(data.sample).items()),
         *(_split(data, noise, name, values, level, None) for name, values in token_columns(data).items()),
     ]  # fmt: skip
-    if (ids := _trigger_ids(data)) and (after := _split(data, noise, "after_ids", _after(data, ids), level, None)):
-        found.append(replace(after, kind="one_of", values=tuple(ids)) if after.kind == "is" else None)
+    if ids := _trigger_ids(data):
+        for name in ("after_ids", "from_ids"):
+            after = _split(data, noise, name, _after(data, ids, itself=name == "from_ids"), level, None)
+            found.append(replace(after, kind="one_of", values=tuple(ids)) if after and after.kind == "is" else None)
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
 
 
@@ -177,14 +180,15 @@ def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     return first, np.r_[first[1:], data.num_kept]
 
 
-def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
-    """Return [K] bool: True after the first of these ids in prompt and response."""
+def _after(data: PairData, ids: Sequence[int], *, itself: bool) -> np.ndarray:
+    """Return [K] bool: True after the first of these ids in prompt and response, and at it if `itself`."""
     there = np.isin(data.sample.tokens[data.keep], ids)
     out = np.zeros(data.num_kept, bool)
     for first, last in zip(*_row_bounds(data), strict=True):
         prompt = data.sample.prompts[data.seq[first]]
         seen = bool(prompt) and not set(ids).isdisjoint(prompt)
-        out[first:last] = seen | (np.cumsum(np.r_[False, there[first : last - 1]]) > 0)
+        num = np.cumsum(there[first:last])
+        out[first:last] = seen | ((num if itself else num - there[first:last]) > 0)
     return out
 
 

@@ -643,6 +643,98 @@ def test_a_penalty_is_named_even_if_it_is_no_larger_than_rounding(tmp_path, size
     assert (first.code, first.numbers["cause"], first.numbers["counted"]) == ("penalty", "repeated", "response")
 
 
+def with_frequency_penalty(size):
+    """Values of an engine that lowers the logit of a token each time it occurs."""
+
+    def rollout(step, number):
+        out = []
+        for prompt, response in zip(step.prompts, step.responses, strict=True):
+            before = np.concatenate([prompt[-1:], response[:-1]]).astype(int)
+            logits = step.logits[before].astype(float)
+            for place in range(1, len(response)):
+                np.subtract.at(logits[place], response[:place], size)
+            out.append(log_softmax(logits)[np.arange(len(response)), response].astype(np.float32))
+        return out
+
+    return rollout
+
+
+def test_a_frequency_penalty_has_its_size_per_occurrence(tmp_path):
+    first = first_of(Recording(rollout=with_frequency_penalty(0.2), contracts=BOTH_FP32), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["by_count"]) == ("penalty", "repeated", 1)
+    assert first.numbers["slope"] == pytest.approx(0.2, abs=0.05)
+    assert "for each time that it occurred before in the response" in evidence_text(first)
+
+
+def test_a_factor_on_the_logits_is_no_penalty(tmp_path):
+    run = Recording(rollout=lambda step, number: step.scored(step.logits * 1.3), contracts=BOTH_FP32)
+    assert "penalty" not in codes(run, tmp_path / "trace")
+
+
+def with_other_ids(swapped):
+    """Values of an engine that reads the ids `swapped` as their partners, in the context and as labels."""
+    def rollout(step, number):
+        draw, out = np.random.default_rng(number), []
+        for row, response in zip(in_float32(step, number), step.responses, strict=True):
+            own = np.array(row)
+            seen = np.isin(response, swapped)
+            own[seen] = -draw.uniform(1, 8, seen.sum())
+            later = (np.cumsum(seen) > 0) & ~seen
+            own[later] = np.minimum(own[later] + draw.normal(0, 0.5, later.sum()), -1e-3)
+            out.append(own.astype(np.float32))
+        return out
+
+    return rollout
+
+
+def test_rows_that_are_off_after_some_ids_read_these_ids_differently(tmp_path):
+    run = Recording(rollout=with_other_ids((3, END - 3)), contracts=BOTH_FP32)
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["feature"]) == ("row_context", "ids", "from_ids")
+    assert set(first.numbers["values"].split(", ")) <= {"3", str(END - 3)}
+    assert "the id of this or an earlier token is one of" in checked_text(check(tmp_path / "trace"), 400)
+
+
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_chunks_in_reverse_are_found_with_their_length(tmp_path, chunk):
+    def rollout(step, number):
+        rows = in_float32(step, number)
+        return [np.concatenate([row[at : at + chunk][::-1] for at in range(0, len(row), chunk)]) for row in rows]
+
+    first = first_of(Recording(rollout=rollout), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["chunk"]) == ("shift", "reversed_chunks", chunk)
+
+
+def test_values_that_are_lost_are_not_another_tokenisation(tmp_path):
+    def lose_two(row, values, draw):
+        at = 4 + row % 8
+        values[at:-2], values[-2:] = values[at + 2 :].copy(), -1.0
+
+    first = first_of(planted(lose_two, contracts=BOTH_FP32), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["num_lost"], first.numbers["filler"]) == ("shift", "lost", 2, -1.0)
+
+
+def test_probabilities_stored_in_a_byte_are_named(tmp_path):
+    def rollout(step, number):
+        return [
+            np.log(np.maximum(np.round(np.exp(row) * 255), 1) / 255).astype(np.float32)
+            for row in in_float32(step, number)
+        ]
+
+    first = first_of(Recording(rollout=rollout), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.side) == ("low_precision_head", "stored", "recording")
+    assert "the logarithm of a multiple of 1/255" in evidence_text(first)
+
+
+def test_what_jumps_in_mid_run_and_stays_is_not_called_stale(tmp_path):
+    def rollout(step, number):
+        return in_float32(step, number) if number < 4 else step.scored(moved(step.logits, 77, 0.3))
+
+    run = Recording(rollout=rollout, steps=7, contracts=BOTH_FP32)
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["since"]) == ("weights_differ", "sudden", 4)
+
+
 def test_temperatures_that_only_one_side_applies_to_its_rows_are_named(tmp_path):
     heats = (0.7, 0.9, 1.1, 1.3)
 

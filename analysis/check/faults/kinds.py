@@ -118,7 +118,7 @@ TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in
 _IMPLIED = {
     "pad_left": ("neighbours", "padding"), "shorter": ("neighbours", "padding"), "forward_row": ("neighbours", "packing"),
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
-    "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"),
+    "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"), "from_ids": ("prompt", "ids"),
 }  # fmt: skip
 """Feature that sets the tokens apart -> the kind and the cause that it implies."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
@@ -133,7 +133,7 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         )
         for place in where
         if place.feature.startswith(_CONTEXT)
-        and (place.kind != "one_of" or place.feature == "after_ids")
+        and (place.kind != "one_of" or place.feature.endswith("_ids"))
         and not _is_alternating(data, place)
     ]
 
@@ -209,7 +209,7 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
     name = next((name for name in _IMPLIED if place.feature.startswith(name)), None)
     if name is None or _is_alternating(data, place) or _begins_later(data, place):
         return None
-    if place.kind == "one_of" and name not in ("group_id", "after_ids"):
+    if place.kind == "one_of" and not name.endswith(("_id", "_ids")):
         return None  # some rows of each pack, or some lengths
     if name == "group_id" and not _splits_steps(data, place):
         return None

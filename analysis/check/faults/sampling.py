@@ -500,7 +500,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 
 MIN_SIGNS = 0.97
 """Minimum share of the tokens that are off whose d has the sign that a bias would cause; by chance, half have it."""
-MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.05, 10.0
+MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the variance of the change in log-odds that earlier occurrences explain, and minimum distance of their effect
 from 0 in standard errors."""
 
