@@ -610,10 +610,10 @@ def _biased(data: PairData) -> list[Hypothesis]:
     ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     shift = (odds_a - odds_b)[known]
     usual = float(np.median(np.abs(shift)))
-    order = np.lexsort((shift, place))
-    middle = np.array([np.median(each) for each in np.split(shift[order], np.cumsum(np.bincount(place))[:-1])])
-    around = np.bincount(place, np.minimum(np.abs(shift - middle[place]), 2.0)) / np.bincount(place)
-    biased = (np.bincount(place) >= 3) & (np.abs(middle) > max(0.2, 6 * usual)) & (around < np.abs(middle) / 4)
+    num = np.bincount(place)
+    middle = shift[np.lexsort((shift, place))][np.cumsum(num) - num + num // 2]
+    around = np.bincount(place, np.minimum(np.abs(shift - middle[place]), 2.0)) / num
+    biased = (num >= 3) & (np.abs(middle) > max(0.2, 6 * usual)) & (around < np.abs(middle) / 4)
     chosen = np.zeros(data.num_kept, bool)
     chosen[known] = biased[place]
     if not 1 <= biased.sum() <= max(4, len(ids) // 3) or chosen.sum() < 6:
