@@ -500,6 +500,8 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 
 MIN_SIGNS = 0.97
 """Minimum share of the tokens that are off whose d has the sign that a bias would cause; by chance, half have it."""
+MAX_LEFT_BY_BIAS = 0.25
+"""Maximum share of the mismatch at the biased ids that one constant per id may leave; that of other weights leaves more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the variance of the change in log-odds that earlier occurrences explain, and minimum distance of their effect
 from 0 in standard errors."""
@@ -626,7 +628,8 @@ def _biased(data: PairData) -> list[Hypothesis]:
     predicted = -np.logaddexp(0.0, -(odds_b + moved))
     finding = _of_some_ids(data, ids[biased], chosen, chosen)
     residual = np.where(chosen, data.a - predicted, data.d)
-    return [predicting(data, finding, residual, float(biased.sum()) * np.log(len(ids)), chosen)]
+    found = predicting(data, finding, residual, float(biased.sum()) * np.log(len(ids)), chosen)
+    return [found] if found.left is not None and found.left < MAX_LEFT_BY_BIAS else []
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
