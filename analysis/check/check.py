@@ -23,11 +23,8 @@ from ..views import open_database
 from .data_checks import DataFinding, data_findings
 from .explain import explain
 from .finding import Broken, Finding, nobodys
-from .pair_data import PairData
+from .pair_data import FEW_TOKENS, PairData
 from .sample import Sample, read_pair_sums, read_sample
-
-FEW_TOKENS = 500
-"""Below this many tokens, only gross faults can be detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

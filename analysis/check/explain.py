@@ -61,7 +61,7 @@ from .faults.weights import (
 )
 from .features import not_repeatable
 from .finding import Finding, Hypothesis, Number, nobodys
-from .pair_data import MAX_EXCESS, PairData, allowed_noise, level, logit_error
+from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
@@ -334,7 +334,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
     if is_above(data) or is_fault(data) or is_off:
         return True
-    return inside > allowed / 2 and place.ratio > 5
+    return inside > allowed / 2 and place.ratio > 5 and data.num_kept >= FEW_TOKENS
 
 
 def _places(data: PairData) -> list[Hypothesis]:
@@ -427,7 +427,10 @@ def _likely(data: PairData) -> list[Finding]:
 def _expected(data: PairData, finding: Finding) -> Finding:
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
-        fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
+        allowed = allowed_noise(data) * (
+            4 * MAX_EXCESS if find_declared(data)[1:] else 1
+        )  # quantisation is declared as well
+        fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed
         return replace(finding, is_expected=bool(fresh_are_fine))
     if finding.signal == "contract":
         return replace(finding, is_expected=level(data) <= 4 * MAX_EXCESS * allowed_noise(data))

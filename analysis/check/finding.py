@@ -132,6 +132,8 @@ MAX_FLIP_NATS = 3.0
 """Largest logit error, nats, attributed to another expert unless experts are known to exist; at least `spread`."""
 MIN_OFF_TOKENS = 5
 """With fewer tokens off than this, only those off by more than `max_flip` are reported."""
+MIN_UNCERTAIN = 30
+"""Minimum number of uncertain tokens to measure the level of rounding in a run."""
 LEAST_SHARE = 6.0
 """The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
 bit-identical, the measured noise is almost 0."""
@@ -225,7 +227,9 @@ def nobodys(data: PairData) -> np.ndarray:
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, MAX_EXCESS * allowed))
+    # Too few uncertain tokens do not show how large rounding is in this run.
+    least = allowed / LEAST_SHARE if uncertain.sum() >= MIN_UNCERTAIN else allowed
+    sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
     # Nearly certain tokens have a different level of noise from the others, so they are compared with what the dtypes
     # allow.
     spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale

@@ -22,6 +22,8 @@ from .sample import PairSums, Sample
 
 Value = TypeVar("Value")
 
+FEW_TOKENS = 500
+"""Below this many tokens, only gross faults can be detected."""
 MIN_REST = 0.02
 """Minimum 1 - p of an informative token: below it, changes in the logits barely show up in the logprob."""
 LEAST_REST = 1e-3

@@ -12,6 +12,7 @@ from .. import commands
 from ..features import NO_FAULT, SIZE, fades, growth, implied, judged, judged_words, probabilities, reasons, repeats
 from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
+    FEW_TOKENS,
     HALF_ULP,
     PairData,
     allowed_noise,
@@ -271,7 +272,7 @@ def is_fault(data: PairData) -> bool:
 
     The model is fitted to whole runs, so part of a run is never judged.
     """
-    is_whole = data.num_kept > 0.9 * data.sample.compared.sum()
+    is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
 
@@ -282,9 +283,10 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
     tail = off | (noise > TAIL_RATIO * bulk)
-    both = min(np.mean(data.d[tail] > 0), np.mean(data.d[tail] < 0)) if tail.any() else 0.0
+    lean = abs(float(np.sum(np.sign(data.d[tail]))))
+    is_one_sided = lean > 0.6 * tail.sum() and lean > 2.6 * np.sqrt(tail.sum())  # chance reaches 2.6 in 1 of 100 runs
     most = 0.4 if mixture else 0.1
-    if mixture is False or not 0.002 < tail.mean() < most or both < 0.2:
+    if mixture is False or not 0.002 < tail.mean() < most or is_one_sided:
         return []
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > max_flip(data)):
         return []
