@@ -20,6 +20,7 @@ from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
+from .features import pearson
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 from .where import part_of_rows, rank_of
 
@@ -314,6 +315,12 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()), "explanation": name,
     }  # fmt: skip
     if name == BATCH:
+        # Where groups have one mean, both rules fit.
+        off |= {
+            step: rule
+            for step, rule in rules.items()
+            if rule.name == "own" and pearson(r[at == step], a[at == step]) > 0.999
+        }
         declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
         numbers["explanation"] = _constant(r, a, at, off)
         baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
