@@ -11,6 +11,7 @@ from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.divergence import first_divergence
 from tim_trace.analysis.attribution.text import verdict_sentence
+from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.two_runs import SharedTokens, shared_tokens
@@ -424,10 +425,12 @@ def run_of(*steps, **series):
     rollouts = joined(*steps)
     numbers = np.unique(rollouts.step)
     empty = np.full(len(numbers), np.nan)
-    return SimpleNamespace(
+    run = SimpleNamespace(
         rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None, checked=None, scored_rows=None,
         values=lambda name: np.asarray(series[name], float) if name in series else empty,
     )  # fmt: skip
+    run.at = lambda name, step: Facts.at(run, name, step)
+    return run
 
 
 def first_code(run, control):
