@@ -10,8 +10,8 @@ import pytest
 from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.divergence import first_divergence
-from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.attribution.run_facts import Facts
+from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.two_runs import SharedTokens, shared_tokens
