@@ -27,7 +27,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_part(folder: Path, relative: str, content: bytes) -> None:
-    """Like `write_whole`, in a trace. Raises FileNotFoundError if its folder was removed."""
+    """Like `write_whole`, but for a file inside a trace. Raises FileNotFoundError if its folder was removed."""
     with trace_file(folder, relative) as temporary:
         temporary.write_bytes(content)
 

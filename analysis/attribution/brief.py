@@ -95,7 +95,7 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    lines = ["Facts, strongest first (strength 0 to 1; before, with or after the drop):"]
+    lines = ["Facts, strongest first (strength from 0 to 1; whether each came before, at or after the drop):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:

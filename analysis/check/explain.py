@@ -65,7 +65,7 @@ from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, l
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum number of tokens for statistics: with fewer, the largest d alone is a third or more of the sum of squares."""
+"""Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence for an explanation, nats, net of its parameters. Chance reaches it in one run in 100,000."""
 _MAX_ROUNDS = 5
@@ -164,7 +164,9 @@ def _explained(data: PairData) -> list[Finding]:
         if data.num_kept < MIN_LOGPROBS or data.rms() == 0.0:
             break
         # Recorded declarations are tested first.
-        declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
+        given = [*find_declared(data), *find_adapter(data)] if not found else []
+        is_quantised = any(each.signal == "contract" for each in given)
+        declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):
             # Sequences that no declared lag covers are judged as usual.
             rest = data.within(data.updates_behind[data.seq] == 0)
@@ -424,12 +426,10 @@ def _likely(data: PairData) -> list[Finding]:
     return [each for each in _state(data)[:1] if each.weight >= MIN_LIKELY]
 
 
-def _expected(data: PairData, finding: Finding) -> Finding:
+def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
-        allowed = allowed_noise(data) * (
-            4 * MAX_EXCESS if find_declared(data)[1:] else 1
-        )  # quantisation is declared as well
+        allowed = allowed_noise(data) * (4 * MAX_EXCESS if is_quantised else 1)
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed
         return replace(finding, is_expected=bool(fresh_are_fine))
     if finding.signal == "contract":

@@ -314,7 +314,7 @@ def dtype_of(contract: Contract) -> str | None:
 
 def value_precision(logprobs: np.ndarray) -> str | None:
     """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, or `steps
-    of` some size; None if too few are informative.
+    of` some size, or `probabilities in steps of` a fraction; None if too few are informative.
 
     If 95% of the values fit both a float and a grid, the float wins unless the grid has less than half as many values.
     """
@@ -333,8 +333,9 @@ def value_precision(logprobs: np.ndarray) -> str | None:
         scaled = telling / step
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             possible[name] = 2 * (high - low) / step
+    probability = np.exp(-telling.astype(float))
     for parts in PROBABILITY_PARTS:
-        scaled = np.exp(-telling.astype(float)) * parts
+        scaled = probability * parts
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
             possible[f"probabilities in steps of 1/{parts}"] = float(parts)
     return min(possible, key=lambda name: possible[name], default="float32")
@@ -366,11 +367,12 @@ def spread(data: PairData) -> float:
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
-    odds = (_log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b))
+    odds = (log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b))
     return max(min(float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), MIN_SPREAD)
 
 
-def _log_odds(logprobs: np.ndarray) -> np.ndarray:
+def log_odds(logprobs: np.ndarray) -> np.ndarray:
+    """Return log(p / (1 - p)), [K]; at most about 14 for tokens that are certain."""
     return np.asarray(logprobs - np.log(np.maximum(-np.expm1(np.minimum(logprobs, 0.0)), 1e-6)))
 
 

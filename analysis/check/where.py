@@ -35,9 +35,9 @@ MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Minimum number of rows that become off at a token."""
+"""Minimum number of rows that begin to be off after a token id, for the id to be looked for."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between a trigger and the first token that is off; nearly certain tokens hide the onset."""
+"""Maximum number of tokens between such an id and the first visibly wrong token. Nearly certain tokens can mask the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +140,18 @@ def places(data: PairData) -> list[Where]:
         *(_split(data, noise, name, values, level, None) for name, values in token_columns(data).items()),
     ]  # fmt: skip
     if ids := _trigger_ids(data):
-        for name in ("after_ids", "from_ids"):
-            after = _split(data, noise, name, _after(data, ids, itself=name == "from_ids"), level, None)
-            found.append(replace(after, kind="one_of", values=tuple(ids)) if after and after.kind == "is" else None)
+        after = _after(data, ids)
+        for name, inside in (("after_ids", after), ("from_ids", after | np.isin(data.sample.tokens[data.keep], ids))):
+            place = _split(data, noise, name, inside, level, None)
+            found.append(replace(place, kind="one_of", values=tuple(ids)) if place and place.kind == "is" else None)
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return the fewest token ids after which rows are off: each is near the onset of several rows, and seldom well before one."""
+    """Return a minimal set of token ids after which rows are off, found where rows begin to be off; empty if there is none.
+
+    An id counts if it is near the onset in several rows, and well before the onset in few.
+    """
     noise = logit_error(data)
     off = noise > 50 * np.quantile(noise, 0.1)  # six standard deviations of what is not off
     if not MIN_TRIGGERED < off.sum() < MAX_COVERED * data.num_kept:
@@ -180,15 +184,14 @@ def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     return first, np.r_[first[1:], data.num_kept]
 
 
-def _after(data: PairData, ids: Sequence[int], *, itself: bool) -> np.ndarray:
-    """Return [K] bool: True after the first of these ids in prompt and response, and at it if `itself`."""
+def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
+    """Return a [K] bool mask that is True after the first of these ids in prompt and response."""
     there = np.isin(data.sample.tokens[data.keep], ids)
     out = np.zeros(data.num_kept, bool)
     for first, last in zip(*_row_bounds(data), strict=True):
         prompt = data.sample.prompts[data.seq[first]]
         seen = bool(prompt) and not set(ids).isdisjoint(prompt)
-        num = np.cumsum(there[first:last])
-        out[first:last] = seen | ((num if itself else num - there[first:last]) > 0)
+        out[first:last] = seen | (np.cumsum(there[first:last]) > there[first:last])
     return out
 
 
@@ -319,7 +322,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "total_position": total.astype(float), "from_end": from_end.astype(float),
         "token_id": sample.tokens[data.keep].astype(float),
         "token_before": np.where(position > 0, sample.previous[data.keep], np.nan),
-        "token_repeated": occurrences(data) > 0, "later_turn": later_turn(sample)[data.keep],
+        "token_repeated": occurrences(data)["row"] > 0, "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }  # fmt: skip
     for parts in (2, 4, 8, 16):
@@ -375,16 +378,17 @@ def recorded_order(sample: Sample) -> np.ndarray:
     return order
 
 
-def occurrences(data: PairData, *, prompt: bool = True) -> np.ndarray:
-    """Return [K] how often the token occurs earlier in its response, and in its prompt unless `prompt` is False."""
+@once
+def occurrences(data: PairData) -> dict[str, np.ndarray]:
+    """Return how often each token, [K], occurs earlier in its `response`, and in its `row`, i.e. prompt and response."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
-    if prompt:
-        given = [np.asarray(each or (), np.int64) for each in sample.prompts]
-        rows = np.concatenate([np.repeat(np.arange(len(given)), [len(each) for each in given]), rows])
-        tokens = np.concatenate([*given, tokens])
-    num = rank_of(rows * (int(tokens.max(initial=0)) + 1) + tokens)
-    return np.asarray(num[len(num) - len(sample.tokens) :][data.keep])
+    given = [np.asarray(each or (), np.int64) for each in sample.prompts]
+    prompt_rows = np.repeat(np.arange(len(given)), [len(each) for each in given])
+    num_ids = int(max(tokens.max(initial=0), *(each.max(initial=0) for each in given), 0)) + 1
+    in_response = rank_of(rows * num_ids + tokens)
+    in_row = rank_of(np.r_[prompt_rows, rows] * num_ids + np.concatenate([*given, tokens]))[len(prompt_rows) :]
+    return {"response": in_response[data.keep], "row": in_row[data.keep]}
 
 
 def seen_before(sample: Sample) -> np.ndarray:

@@ -48,7 +48,7 @@ class Exported(Result):
     num_values: int
     """Logged values written; for tensorboard and wandb, the per-step mismatch as well."""
     num_texts: int
-    """Logged texts that were left out: series in tensorboard and wandb hold only numbers."""
+    """Logged text values that were left out, because tensorboard and wandb series hold only numbers."""
 
 
 def export_run(

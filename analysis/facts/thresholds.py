@@ -28,8 +28,8 @@ logprobs."""
 
 
 MATERIAL_REWARD = 0.05
-"""Difference between two rewards of a response that counts, in standard deviations of all rewards; KL terms in the
-reward cause less."""
+"""Smallest difference between two rewards for the same response that is treated as real, in standard deviations of all
+rewards. KL terms in the reward cause smaller ones."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards are in the wrong rows if undoing a row shift leaves at most this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15

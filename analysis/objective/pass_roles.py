@@ -1,4 +1,4 @@
-"""Choose the loss and the passes that act as trainer (at the sampling weights), engine and policy inside the loss."""
+"""Choose the loss, and the passes that serve as the trainer (at the sampling weights), the engine, and the current policy."""
 
 from __future__ import annotations
 

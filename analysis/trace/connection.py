@@ -117,7 +117,7 @@ class Connection:
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let the next queries use all threads that this process may use."""
+        """Let subsequent queries use every thread available to this process."""
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
 
     def mapped_batches(

@@ -42,7 +42,7 @@ class Histogram:
     bins_B: np.ndarray
     """int32 bin numbers, ascending."""
     counts_B: np.ndarray
-    """int64 number of values per bin, above 0."""
+    """Number of values in each bin, int64, always positive."""
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:

@@ -110,7 +110,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps; a larger step stays alone.
+    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps; a larger step gets its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]

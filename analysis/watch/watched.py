@@ -144,11 +144,12 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw all steps of a series in at most `width` characters, scaled to its range; empty without values.
+    """Draw all steps of a series in at most `width` characters, scaled to its range.
 
-    The smallest value maps to the lowest character and the largest to the highest; a constant series is drawn lowest. A
+    The smallest value maps to the lowest character and the largest to the highest; a constant series is
+    drawn at the lowest level. A
     character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the
-    largest for optimizer, length and policy series, else the mean. A space is a missing value, `!` a NaN or infinity.
+    largest for optimizer, length and policy series, else the mean. A space marks a missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""

@@ -159,7 +159,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows that were scored again under the same policy version with other logprobs, and note how many."""
+    """Drop rows rescored under the same policy version with different logprobs, and note how many were dropped."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):

@@ -621,16 +621,17 @@ def test_a_token_with_the_value_of_the_next_one_is_told_from_a_wrong_value(tmp_p
     assert first.numbers["feature"] == "first_token"
 
 
-def without_repeats(size):
-    """Values of an engine that lowers the logit of tokens that the response already has."""
+def with_penalty(size, *, by_count=False):
+    """Values of an engine that lowers the logit of tokens that the response already has, once or for each occurrence."""
 
     def rollout(step, number):
         out = []
         for prompt, response in zip(step.prompts, step.responses, strict=True):
-            before = np.concatenate([prompt[-1:], response[:-1]]).astype(int)
-            logits = step.logits[before].astype(float)
+            context = np.concatenate([prompt[-1:], response[:-1]]).astype(int)
+            logits = step.logits[context].astype(float)
             for place in range(1, len(response)):
-                logits[place, np.unique(response[:place])] -= size
+                before = response[:place] if by_count else np.unique(response[:place])
+                np.subtract.at(logits[place], before, size)
             out.append(log_softmax(logits)[np.arange(len(response)), response].astype(np.float32))
         return out
 
@@ -639,28 +640,12 @@ def without_repeats(size):
 
 @pytest.mark.parametrize("size", [0.8, 0.05])
 def test_a_penalty_is_named_even_if_it_is_no_larger_than_rounding(tmp_path, size):
-    first = first_of(Recording(rollout=without_repeats(size), contracts={"rollout": VLLM_BF16}), tmp_path / "trace")
+    first = first_of(Recording(rollout=with_penalty(size), contracts={"rollout": VLLM_BF16}), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["counted"]) == ("penalty", "repeated", "response")
 
 
-def with_frequency_penalty(size):
-    """Values of an engine that lowers the logit of a token each time it occurs."""
-
-    def rollout(step, number):
-        out = []
-        for prompt, response in zip(step.prompts, step.responses, strict=True):
-            before = np.concatenate([prompt[-1:], response[:-1]]).astype(int)
-            logits = step.logits[before].astype(float)
-            for place in range(1, len(response)):
-                np.subtract.at(logits[place], response[:place], size)
-            out.append(log_softmax(logits)[np.arange(len(response)), response].astype(np.float32))
-        return out
-
-    return rollout
-
-
 def test_a_frequency_penalty_has_its_size_per_occurrence(tmp_path):
-    first = first_of(Recording(rollout=with_frequency_penalty(0.2), contracts=BOTH_FP32), tmp_path / "trace")
+    first = first_of(Recording(rollout=with_penalty(0.2, by_count=True), contracts=BOTH_FP32), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["by_count"]) == ("penalty", "repeated", 1)
     assert first.numbers["slope"] == pytest.approx(0.2, abs=0.05)
     assert "for each time that it occurred before in the response" in evidence_text(first)
@@ -673,6 +658,7 @@ def test_a_factor_on_the_logits_is_no_penalty(tmp_path):
 
 def with_other_ids(swapped):
     """Values of an engine that reads the ids `swapped` as their partners, in the context and as labels."""
+
     def rollout(step, number):
         draw, out = np.random.default_rng(number), []
         for row, response in zip(in_float32(step, number), step.responses, strict=True):

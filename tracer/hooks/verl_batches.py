@@ -158,9 +158,9 @@ class Progress:
 
     step: int
     version: int
-    """Actor updates in the trainer's weights."""
+    """Number of actor updates applied to the trainer's weights."""
     old_version: int
-    """Actor updates in the weights that compute `old_log_probs`."""
+    """Number of actor updates applied to the weights that compute `old_log_probs`."""
     updates_a_transfer: int
     """Actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0

@@ -19,7 +19,7 @@ from ...advice import Advice
 from .. import commands
 from ..features import judged, judged_words, pearson, sampled_mean, sampled_score
 from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
-from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
+from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, log_odds, once, value_rounding
 from ..where import occurrences, part_of_rows
 
 
@@ -219,8 +219,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
             fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
             break
     # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log k.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        odds = [x - np.log(-np.expm1(np.minimum(x, 0.0))) for x in (data.a, data.b)]
+    odds = [log_odds(x) for x in (data.a, data.b)]
+    with np.errstate(invalid="ignore"):
         off = odds[1] - odds[0]
     there = np.isfinite(off) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
     fits.append(_scale(off, odds[0], odds[1], there, "a", 1, data.rest))
@@ -501,16 +501,16 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 MIN_SIGNS = 0.97
 """Minimum share of the tokens that are off whose d has the sign that a bias would cause; by chance, half have it."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at the biased ids that one constant per id may leave; that of other weights leaves more."""
+"""Maximum share of the mismatch at biased ids that one constant per id may leave. If weights differ, it leaves more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
-"""Minimum share of the variance of the change in log-odds that earlier occurrences explain, and minimum distance of their effect
-from 0 in standard errors."""
+"""Minimum share of the difference in log-odds that earlier occurrences must explain, and minimum significance of their
+effect, in standard errors."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Detect logits that one side shifts: of tokens that occurred before (penalties) or of some ids (biases).
+    """One side shifts the logits of tokens that occurred before (penalties) or of some ids (biases).
 
-    If neither is found, detect that the logits of some tokens are shifted by a fixed size.
+    Failing that, the logits of some tokens are shifted by a fixed amount.
     """
     if data.num_kept < 200:
         return []
@@ -518,15 +518,15 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Detect that the log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it occurred.
+    """The log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it has occurred.
 
-    Occurrences of one id are compared with each other, so that a bias on some ids has no effect, and the log-odds are a second
-    regressor, so that a factor on the logits has none."""
-    known, odds_a, odds_b = _log_odds(data)
-    if known.sum() < 200:
+    The fit compares tokens of the same id and includes the log-odds as a second regressor, so biases on some ids and
+    factors on all logits are not mistaken for a penalty.
+    """
+    known, odds_a, odds_b, ids, place = _informative_odds(data)
+    if len(place) < 200:
         return []
-    _, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
-    num = np.bincount(place)
+    num = np.bincount(place, minlength=len(ids))
 
     def within(values: np.ndarray) -> np.ndarray:
         return np.asarray(values - (np.bincount(place, values) / num)[place])
@@ -536,7 +536,7 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     odds, y = within((odds_a + odds_b)[known] / 2), within(shift)
     recorded, best = recorded_penalty(data), (0.0, 0.0, np.zeros(0), "")
     for counted in ("response", "row"):
-        count = occurrences(data, prompt=counted == "row").astype(float)
+        count = occurrences(data)[counted].astype(float)
         for times in (count, np.minimum(count, 1)):
             x = within(times[known])
             if not x.any():
@@ -567,14 +567,17 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0)]
 
 
-def _log_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [K] bool, the tokens whose log-odds are informative, and the log-odds of both passes, [K]."""
-    odds_a, odds_b = (x - np.log(-np.expm1(np.minimum(x, -1e-9))) for x in (data.a, data.b))
-    return (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB), odds_a, odds_b
+@once
+def _informative_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the mask [K] of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids of these
+    tokens, with the index of each token's id."""
+    known = (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB)
+    ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
+    return known, log_odds(data.a), log_odds(data.b), ids, place
 
 
 def _of_ids(data: PairData) -> list[Hypothesis]:
-    """Detect that d has one sign at some token ids and the opposite sign at all others."""
+    """d has one sign at some token ids and the opposite sign at all others."""
     off = np.abs(data.d) > allowed_noise(data) / 2 * np.maximum(data.rest, 1e-3) + 2 * value_rounding(data)
     ids, place = np.unique(data.sample.tokens[data.keep], return_inverse=True)
     if data.num_kept < 400 or off.sum() < 50:
@@ -605,14 +608,13 @@ def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.nd
 
 
 def _biased(data: PairData) -> list[Hypothesis]:
-    """Detect that one side adds a constant to the logits of a few token ids, which changes their log-odds by it in every context."""
-    known, odds_a, odds_b = _log_odds(data)
-    if known.sum() < 200:
+    """The log-odds of a few token ids differ by the same amount in every context: one side adds a bias to their logits."""
+    known, odds_a, odds_b, ids, place = _informative_odds(data)
+    if len(place) < 200:
         return []
-    ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     shift = (odds_a - odds_b)[known]
     usual = float(np.median(np.abs(shift)))
-    num = np.bincount(place)
+    num = np.bincount(place, minlength=len(ids))
     middle = shift[np.lexsort((shift, place))][np.cumsum(num) - num + num // 2]
     around = np.bincount(place, np.minimum(np.abs(shift - middle[place]), 2.0)) / num
     biased = (num >= 3) & (np.abs(middle) > max(0.2, 6 * usual)) & (around < np.abs(middle) / 4)
