@@ -35,6 +35,7 @@ from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..trace.macros import quoted
+from ..trace.pair_sums import COUNTS, OF_DIFFERENCES
 from ..trace.source import Pair
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
@@ -136,7 +137,7 @@ def diagnose(
     names = parse_pair(pair)
     database = open_database(trace, steps)
     with database.telling(progress):
-        data = gather(database, names, trace=database.given[0])
+        data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES))
     checked = judge(data, pair, data_findings(database, data.sample))
     sides = precisions(data)
     metrics = own_metrics(data)
