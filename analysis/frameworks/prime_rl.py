@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,11 +12,15 @@ from .framework import Framework, literals, option_field, options_of
 from .notes import null_without
 
 if TYPE_CHECKING:
+    from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
 """Metrics split by the sign of the advantage, which the loss `ipo` does not log."""
+
+
+_OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,14 @@ class PrimeRl(Framework):
         for name in ("masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked", *_OF_SIGNS)
         for statistic in ("mean", "median", "std", "min", "max")
     )
+
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
+        """Return one row per run or per step. The tokens are read again only for medians over them."""
+        if not only or not _OF_TOKENS.isdisjoint(only):
+            return Framework.numbers(self, database, pair, by, only)
+        columns = ", ".join(f'"{name}"' for name in only)
+        arguments = f"{quoted_pair(pair)}, {literals((by == 'step', *options_of(self).values()))}"
+        return database.ask(f"SELECT {columns} FROM prime_rl_from_rows({arguments}) ORDER BY run, step")
 
     def is_unlogged(self, column: str) -> bool:
         return self.ipo_threshold is not None and column.startswith(_OF_SIGNS)

@@ -86,11 +86,11 @@ CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask
     FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT found.run, found.step, kl.mean AS "mismatch_kl/all/mean", median_kl AS "mismatch_kl/all/median",
+-- prime_rl_from_rows(...): all metrics, but NULL for the medians over tokens.
+CREATE OR REPLACE MACRO prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT run, step, kl.mean AS "mismatch_kl/all/mean", NULL::DOUBLE AS "mismatch_kl/all/median",
            kl.std AS "mismatch_kl/all/std", kl.min AS "mismatch_kl/all/min", kl.max AS "mismatch_kl/all/max",
-           {columns}, entropy.mean AS "entropy/all/mean",
-           CASE WHEN entropy IS NOT NULL THEN median_entropy END AS "entropy/all/median",
+           {columns}, entropy.mean AS "entropy/all/mean", NULL::DOUBLE AS "entropy/all/median",
            entropy.std AS "entropy/all/std", entropy.min AS "entropy/all/min", entropy.max AS "entropy/all/max",
            CASE WHEN above(entropy.mean, 0) THEN kl.mean / entropy.mean END AS "kl_ent_ratio/mean"
     FROM (
@@ -117,7 +117,14 @@ CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask
         )
         GROUP BY run, step
         HAVING sum(num_tokens) > 0
-    ) AS found
+    );
+
+CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT found.* REPLACE (
+        median_kl AS "mismatch_kl/all/median",
+        CASE WHEN "entropy/all/mean" IS NOT NULL THEN median_entropy END AS "entropy/all/median"
+    )
+    FROM prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS found
     JOIN prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS medians
       ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;

@@ -120,7 +120,7 @@ class Run:
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
         whole = stats(database, pair=self._pair, progress=self._progress)
-        asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
+        asked = _Asked(conditions, whole, lambda metrics: stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
@@ -145,7 +145,11 @@ class Run:
             numbers = framework.numbers(database, self._names, "run")
             if not len(numbers):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(conditions, numbers, framework.numbers(database, self._names, "step"))
+            asked = _Asked(
+                conditions,
+                numbers,
+                lambda metrics: framework.numbers(database, self._names, "step", ("step", *metrics)),
+            )
             self.left_out = left_out(database, self._names)
             only, found = tuple(asked.sampled), list[Measured]()
             if only:
@@ -262,15 +266,15 @@ def quantile_cuts(
 class _Asked:
     """The metrics that conditions ask for, with their values over the run and by step."""
 
-    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
+    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Callable[[list[str]], Rows]):
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self._steps = by_step.dicts()
         self._values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
         for metric in self._values:
             if row[metric] is None:
                 raise _no_value(metric)
+        self._steps = by_step([*self._values]).dicts()
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
         """Values of the metrics that have a condition on all steps together."""
