@@ -273,10 +273,13 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))
 
 
-def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run."""
+def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
+    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run.
+
+    `of_tokens` are the results of `read_token_figures`; if None, they are read.
+    """
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())
-    series, of_tokens = read_series(database, pair=pair), read_token_figures(database, pair, run)
-    return judge_alarms(series, repeats, of_tokens, read_series(whole, pair=pair))
+    of_tokens = read_token_figures(database, pair, run) if of_tokens is None else of_tokens
+    return judge_alarms(read_series(database, pair=pair), repeats, of_tokens, read_series(whole, pair=pair))

@@ -35,6 +35,9 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 """Columns that `difference_sums` computes."""
 
+SUM_EXP_ABS_D = "sum_exp_abs_d"
+"""Sum of exp(|d|), with |d| of at most 700 nats. `difference_sums` computes it if asked; traces do not store it."""
+
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
@@ -187,7 +190,7 @@ _SUMMED: dict[str, Callable[[_Differences], Array]] = {
     "sum_expm1_2d": lambda of: of.growth_T * (of.growth_T + 2), "sum_weight": lambda of: of.weight_T,
     "sum_weight2": lambda of: of.weight_T * of.weight_T,
     "num_outside": lambda of: ((of.d_T < _LOWER) | (of.d_T > _UPPER)).astype(np.float64),
-    "sum_prob_diff": lambda of: of.prob_diff_T,
+    "sum_prob_diff": lambda of: of.prob_diff_T, SUM_EXP_ABS_D: lambda of: np.exp(np.minimum(of.size_T, -_TINY)),
 }  # fmt: skip
 _LARGEST: dict[str, Callable[[_Differences], Array]] = {
     "max_abs_d": lambda of: of.size_T, "max_prob_diff": lambda of: of.prob_diff_T,

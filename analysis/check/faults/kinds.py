@@ -454,21 +454,21 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 
 # --- Unexplained tokens, and verdicts without a fault
 
+
+def _bound(n: Mapping[str, Any]) -> dict[str, str]:
+    usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
+    if n.get("cause") != "high":
+        return {"bound_text": f", where rounding of {dtypes} usually gives at most {usual}"}
+    most = f"{n['most']:.2g}, which one healthy run in 100 exceeds"
+    return {"bound_text": f", more than the {usual} that rounding of {dtypes} usually gives, but less than {most}"}
+
+
 ROUNDING = Fault(
     code="rounding", title="rounding at the expected level", broken=None,
     evidence={
         "rounding": "the logits differ by {level:.2g} nats rms{bound_text}, and no single token is off by more than rounding"
     },
-    words={
-        "rounding": lambda n: {
-            "bound_text": (
-                f", more than the {n['allowed']:.2g} that rounding of {dtypes_text(n)} usually gives but less than {n['most']:.2g}, "
-                "which one healthy run in 100 exceeds"
-                if n["cause"] == "high"
-                else f", where rounding of {dtypes_text(n)} usually gives at most {n['allowed']:.2g}"
-            )
-        }
-    },
+    words={"rounding": _bound},
     causes={"high": "probably rounding, at an unusually high level"},
 )  # fmt: skip
 TOO_FEW = Fault(
