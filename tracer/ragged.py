@@ -38,7 +38,6 @@ class Ragged:
 
     @property
     def num_known(self) -> int:
-        """Number of recorded values."""
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
@@ -55,7 +54,6 @@ class Ragged:
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Return True if `rows` lists every row, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
@@ -76,7 +74,7 @@ class Padding:
 
     width: int
     lengths: np.ndarray
-    """[B] int64, tokens per row."""
+    """[B] int64, number of tokens in each row."""
     starts: np.ndarray | None
     """[B] int64, column of each row's first token; None if the tokens of any row are not contiguous."""
     mask: np.ndarray
@@ -84,7 +82,9 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
+        """Read a [B, T] mask that is nonzero at tokens; `what` names the mask in errors. Raises InvalidRecord for other
+        values.
+        """
         given = _cells(mask, what)
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
@@ -120,7 +120,7 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. In a list
     of floats, None means not recorded. `what` names the batch in errors.
 
-    Raises InvalidRecord for values of a kind that `dtype` does not accept, or that it cannot represent.
+    Raises InvalidRecord for values that are of the wrong kind or that `dtype` cannot represent.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -261,7 +261,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
-    """Convert rows' flat values. Raises InvalidRecord for the first value that `dtype` cannot represent."""
+    """Convert flat values to `dtype`. Raises InvalidRecord, naming the first value that `dtype` cannot represent."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_expected_values(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):

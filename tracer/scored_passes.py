@@ -22,13 +22,13 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Pair a replay with the trainer's pass, or with another pass if the trainer's has no logprobs."""
+    """Pair a replay with the trainer's pass or, if that has no logprobs, with another pass."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """Return the names of passes with logprobs. Reports damage, and raises DamagedTrace."""
+    """Return the names of passes with logprobs. Warns about damage, and raises DamagedTrace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

@@ -23,7 +23,7 @@ SEAL_BYTES = 64 << 20
 
 
 class HeldRows:
-    """Keeps record batches in memory, with JournalStream's interface; a killed process loses them."""
+    """Stands in for JournalStream but keeps record batches in memory, where they are lost if the process is killed."""
 
     is_synced = False
 
@@ -38,10 +38,10 @@ class HeldRows:
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Nothing is on disk."""
+        """Do nothing, because no rows are on disk."""
 
     def close(self) -> None:
-        """Rows are kept until they are sealed."""
+        """Do nothing, because rows are kept until they are sealed."""
 
 
 _Stream = JournalStream | HeldRows
@@ -68,7 +68,8 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Changing it needs the lock `_handover`, so that `sync` misses no row."""
+        """Streams being sealed, by journal. It is changed only under the lock `_handover`, so that `sync` misses no
+        rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -87,12 +88,11 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time of the sealing threads."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property
     def signs(self) -> list[Any]:
-        """Changes while the sealing threads make progress."""
+        """Values that change while the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -105,13 +105,15 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal the journal if it is full and no other is being sealed. Call this between groups of related records."""
+        """Seal the journal if it is full and no other is being sealed. Call this only between groups of related
+        records.
+        """
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Once the previous segment is sealed, start sealing the current one, and begin a new one.
+        """Wait until the previous segment is sealed, then start sealing the current one and begin a new one.
 
         Without `distributions`, captured distributions stay in the journal.
         """
@@ -131,7 +133,6 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal all rows, and wait until that is done."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
