@@ -19,7 +19,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Build an array of numbers, booleans or timestamps, with NULL where `valid_B` is False; zero-copy if dtypes match.
+    """Build an array of numbers, booleans or timestamps, with NULL where `valid_B` is False.
+
+    The array shares memory with `values_B` if the dtype matches.
     """
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))

@@ -33,7 +33,6 @@ class Batch:
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self.folder = folder
-        """Folder of the trace that holds the sequences; None if unknown."""
         self.width_without_mask: int | None = None
         """Width T of [B, T] responses that were given without a mask, else None."""
         self.refusal: str | None = None
@@ -86,9 +85,7 @@ class Batch:
             raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; give a list of row numbers{hint}")
         numbers = numbers.astype(np.int64)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
-            raise InvalidRecord(
-                f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 to {len(self) - 1}"
-            )
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 to {len(self) - 1}")
         if len(np.unique(numbers)) != len(numbers):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
         return numbers
@@ -105,8 +102,9 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Return how often the pass has scored each row so far, and count one more. Only `current` may do so
-        repeatedly.
+        """Return how often the pass has scored each row so far, and count one more.
+
+        Raises InvalidRecord if a pass other than `current` scores a row again.
         """
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
@@ -126,8 +124,6 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceNames:
-    """Sequence names of one split, by step."""
-
     step: int | None = None
     """Newest step; None before the first sequence."""
     known: dict[int, set[str]] = field(default_factory=dict)

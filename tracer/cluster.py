@@ -24,7 +24,6 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster that this machine belongs to."""
 LOCAL = "local"
 """Address of a temporary cluster on this machine, stopped when the work is done."""
 STORE_BYTES = 10**8

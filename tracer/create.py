@@ -55,7 +55,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # without file locks, another process can get there first
+            if not is_first:  # without file locks, another process can create it first
                 raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
@@ -209,7 +209,6 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
-    """Raise TraceExists if another process is writing here; remove what killed processes left behind."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
             f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
@@ -229,7 +228,6 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Make a local path absolute. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
@@ -252,7 +250,6 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """List a folder, leaving out traces that are being replaced or written."""
     return [entry for entry in folder.iterdir() if not entry.name.startswith(WHOLE_TRACES)]
 
 
@@ -307,7 +304,6 @@ def _subfolders(folder: Path, prefix: str) -> list[Path]:
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace, but keep files that do not belong to a trace."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 

@@ -50,10 +50,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, up to a constant per row: logits, or logprobs if the engine has no
-    logits.
+    """The full distribution at each position, up to a constant per row.
 
-    Logits are taken before temperature and truncation are applied; logprobs include the engine's own processing.
+    Logits are taken before temperature and truncation are applied. An engine that returns no logits gives logprobs,
+    which include its own processing.
     """
 
     logits: Any
@@ -140,7 +140,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
         shards=(shard, *trailing),
         compressors=(BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize), Crc32cCodec()),
         attributes={"dtype": dtype},
-        config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk always means data loss.
+        config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )
     # Collect whole shards first, because each shard is a file that is written once.
     pending: list[np.ndarray] = []
@@ -184,7 +184,6 @@ _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply a model's logit multiplier and soft cap; `config` is the text model's config."""
     import torch
 
     scale = multiplier(config)
@@ -195,7 +194,6 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return the factor that a model multiplies its logits by, or None."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -225,8 +223,6 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A model's output head as a pass applies it."""
-
     model: Any
     dtype: Any = None
     """torch dtype of the matrix product; None means the dtype of the hidden states."""
@@ -236,8 +232,7 @@ class Projection:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits for up to `chunk` tokens at a time, after scaling and the soft cap, before temperature.
-        """
+        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped but before temperature."""
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()
@@ -247,7 +242,6 @@ class Projection:
             yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
 
     def distribution(self, hidden: Sequence[Any], capture: Capture, temperature: float) -> Distribution:
-        """Return one distribution for all rows of hidden states [T, H], concatenated."""
         import torch
 
         with torch.no_grad():

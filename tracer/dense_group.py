@@ -19,7 +19,7 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Called with the first row and the number of rows; returns the bits of these rows of an array."""
+"""Takes the first row and the number of rows, and returns the bits of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class DenseArray:
     dtype: str
     """dtype that the bits represent; `bfloat16` is stored as uint16."""
     width: int
-    """Number of elements per row."""
     bits: Rows
 
 
@@ -128,7 +127,6 @@ class Block:
     group: str
     array: str
     dtype: str
-    """dtype that the bits represent; `bfloat16` is stored as uint16."""
     start: int
     values: np.ndarray
 
@@ -138,7 +136,6 @@ class Block:
 
 
 def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:
-    """Yield the blocks in a segment's journal. Raises DamagedTrace for invalid names and sizes."""
     for batch in batches:
         for row in range(batch.num_rows):
             try:

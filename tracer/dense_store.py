@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (contents by path), with a list of them in the root, and return the root's SealedFile."""
+    """Write a group's files, list them with their checksums in the root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -67,7 +67,6 @@ class SealedGroup:
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return the arrays of a subgroup, such as `replay/bf16`, by name."""
         names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
@@ -160,7 +159,7 @@ class _Chunks(NamedTuple):
     num_bytes: int
     """Uncompressed size of a chunk."""
     num_in_shard: int | None
-    """Number of chunks per shard, which is one file; None if each chunk is a file of its own."""
+    """Number of chunks per shard (a shard is one file); None if each chunk has its own file."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:

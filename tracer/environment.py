@@ -127,7 +127,6 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """Return the CPU model that the system reports, or else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -139,5 +138,4 @@ def cpu_model() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """Return this process's command line."""
     return tuple(getattr(sys, "orig_argv", None) or sys.argv)

@@ -69,8 +69,6 @@ class KnownFile(msgspec.Struct, array_like=True):
 
 
 class _Contents(msgspec.Struct):
-    """An index as encoded in its file. Keys are paths in the trace."""
-
     state_fields: tuple[str, ...] = _STATE_FIELDS
     """Names of the fields of the stored states; they differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
@@ -90,7 +88,7 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Contents of files whose name is their hash; the reader verifies the hash."""
+    """Contents of files that are named by their hash, which the reader verifies."""
 
     @property
     def paths(self) -> set[str]:

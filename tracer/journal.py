@@ -76,7 +76,6 @@ class JournalStream:
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. Raises FileNotFoundError if the file was removed."""
         if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
         self._append_message(batch.serialize())
@@ -121,7 +120,6 @@ class JournalContent:
     torn_bytes: int = 0
     """Size of an incomplete record at the end, because the process died while appending or is appending now."""
     damage: str | None = None
-    """Why reading stopped at a damaged record; None if every record was read."""
     has_begun: bool = True
     """True if the journal's schema is complete; only then does a writer list the journal in its state."""
 

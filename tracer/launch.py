@@ -33,8 +33,6 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The outcome of a recorded command."""
-
     folder: Path
     """The trace's folder. For a recording to a URL, the cache folder, which is removed after the upload."""
     exit_code: int
@@ -97,12 +95,12 @@ def record(
     cannot be finished, a note explains how to finish it. `at_end` is called with the recording once the command has
     ended, before the final upload.
 
-    To record on several nodes, run this command on each node with the same `output`. The first node starts the recording. The
-    others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
-    end finishes the trace.
+    To record on several nodes, run this command on each node with the same `output`. The first node starts the
+    recording. The others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The
+    last node to end finishes the trace.
 
-    Returns once the command has ended, with its exit code. Records of processes that died are kept. Raises TraceExists,
-    StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
+    Returns once the command has ended; the result includes its exit code. Records of processes that died are kept.
+    Raises TraceExists, StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
     """
     if not command:
         raise InvalidOption(
@@ -273,8 +271,9 @@ class Launcher:
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code and return the hosts that are still recording. The last launcher to end finishes the
-        trace.
+        """Record the exit code and return the hosts that are still recording.
+
+        The last launcher to end finishes the trace.
         """
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()

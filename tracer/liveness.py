@@ -21,7 +21,7 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""How often an open writer touches its state file."""
+"""Interval at which an open writer touches its state file."""
 SILENT_S = 900.0
 """A writer on another machine counts as ended after this long without a heartbeat."""
 
@@ -33,7 +33,6 @@ CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
 class Liveness:
     is_alive: bool
     how: str
-    """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
     """Seconds since the last heartbeat, if the verdict is based on it; None if unknown."""
 
@@ -71,7 +70,6 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Return the machine's boot id, which changes at every boot."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
@@ -102,7 +100,7 @@ def _is_running(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
+    """Return the fields of /proc/<pid>/stat, starting with the third, which is the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
@@ -130,7 +128,6 @@ class Attempt:
     number: int
     """From 1, in the order in which attempts started."""
     key: str
-    """Shared by all processes of the attempt."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:

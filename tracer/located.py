@@ -47,7 +47,6 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """Format a question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty if there are none."""
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 
@@ -72,17 +71,16 @@ class OperatorError:
     introduced: float
     """RMS (root mean square) of the error that the operator itself introduces, relative to the exact result's RMS."""
     ratio: float
-    """Largest error that the operator introduces, divided by the rounding bound; rounding can explain ratios up to 1.
-    """
+    """Largest error that the operator introduces, divided by the rounding bound; rounding explains ratios up to 1."""
     seq_id: str
     """Sequence with the largest `ratio`."""
     token: int
     """Token with the largest error, counted from 0 over the prompt and response of `seq_id`."""
     inherited: float | None
-    """RMS of the difference between the inputs in a and b, relative to the RMS of a's input; None if they share no
-    input."""
+    """RMS difference between the inputs in a and b, relative to the RMS of the input in a; None without a common input.
+    """
     difference: float | None
-    """RMS of the difference between the outputs in a and b, relative to the RMS of a's output; None if they share no
+    """RMS difference between the outputs in a and b, relative to the RMS of the output in a; None without a common
     output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if not tried."""
@@ -116,7 +114,6 @@ class WeightDifference:
     version: int | None
     """Policy version whose recorded tensor is identical to the execution's, or None."""
     share: float = 1.0
-    """Fraction of elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +127,7 @@ class Router:
     """Tokens for which the two executions select different sets of experts."""
     margin: float | None = None
     """Largest distance from a tie among these tokens: in execution a, the lowest score of a selected expert minus the
-    highest score of the others. None if there are no such tokens, or if the choice does not depend on the scores alone.
-    """
+    highest score of the others. None if there are no such tokens, or if the choice does not depend on scores alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +167,12 @@ class Findings:
     run: str
     step: int
     policy_version: int
-    """Policy version of the recorded weights."""
     device: str
-    """`cpu` or `cuda`."""
     a: str
-    """Replay arm that defines execution a."""
     b: str
     only: str = ""
+    """The question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty if there are none."""
     chosen: str
-    """How the sequences were chosen."""
     num_tokens: int
     """Number of response tokens compared."""
     mean_abs_d: float
@@ -217,7 +210,6 @@ class KeptResult:
 
     format: int
     id: str
-    """Id of the question."""
     run_id: str
     question: LocateQuestion
     made_at: str
@@ -225,7 +217,6 @@ class KeptResult:
     made_by: str
     """Version of tim-trace."""
     versions: dict[str, str]
-    """Versions of libraries that can affect logprobs."""
     found: Located
 
     @property
@@ -242,7 +233,6 @@ def result_ids(store: Store) -> list[str]:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Store a result under its question's id and return its path. Raises OSError and StorageError."""
     kept = KeptResult(
         format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
         versions=numeric_versions(), found=found,

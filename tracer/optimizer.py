@@ -87,7 +87,6 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
 
 
 def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Split a tensor and its state at the same places, into pieces of at most `most` elements."""
     if weight.numel() <= most:
         yield weight, state
         return
@@ -128,16 +127,13 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum the squared norms of short pieces: torch.norm adds sequentially, but torch.sum adds pairwise, with less
-    error.
-    """
+    """Sum the squared norms of short pieces, because torch.sum adds pairwise, but torch.norm sequentially."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
 
 
 def _sum(torch: Any, tensors: list[Any]) -> Any:
-    """Sum non-negative tensors, in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum().float()
@@ -154,7 +150,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, else None. Counts on a device are the same for all tensors."""
+    """Return the step count if it is on the host, else None. Counts on a device are assumed equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

@@ -37,8 +37,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Number of values that a footer may claim: a constant, plus a number per byte of the file. A token takes half a byte.
-"""
+"""Number of values that a footer may claim: a constant, plus a number per byte. A token takes half a byte."""
 
 
 def write_checked(
@@ -135,7 +134,6 @@ class ParquetFooter:
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
-        """Raises DamagedTrace if the checksums cannot be read."""
         try:
             return FileChecksums(
                 blocks=base64.b64decode(self.metadata.get(BLOCKS, b""), validate=True),
@@ -164,7 +162,6 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    """Return the footer with its length field and the magic number. Raises DamagedTrace if the file is not Parquet."""
     where = store.shown(relative)
     try:
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
@@ -229,7 +226,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:
-        """Set the files that a pattern expands to."""
         self._chosen[pattern] = names
 
     @staticmethod

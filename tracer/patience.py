@@ -32,10 +32,9 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` identifies the file system in messages; without it, nothing is printed. `meanwhile` runs after each
-        message.
+        """`path` identifies the file system in messages; without it, nothing is printed.
 
-        Raises InvalidOption.
+        `meanwhile` is called after each message. Raises InvalidOption.
         """
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
@@ -73,9 +72,7 @@ class Patience:
                 self._tell(still_s)
 
     def _tell(self, waited_s: float) -> None:
-        bound = (
-            "" if self.max_wait_s == math.inf else f"; this process gives up after {self.max_wait_s:g} s"
-        )
+        bound = "" if self.max_wait_s == math.inf else f"; this process gives up after {self.max_wait_s:g} s"
         text = f"waiting for {self._path} ({self._mount()}) to respond, {waited_s:.0f} s so far{bound}"
         say(text)
         self._meanwhile()

@@ -26,7 +26,7 @@ NUMBERS = (
 )  # fmt: skip
 """Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
 SIGN_S = 5.0
-"""How often `tim-trace record` sends a heartbeat."""
+"""Interval at which `tim-trace record` sends a heartbeat."""
 SIGNED_S = 2 * SIGN_S
 """A launcher counts as ended after this long without a heartbeat."""
 _LOOK_S = 0.2
@@ -47,7 +47,6 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Return True if the command's arguments, or torchrun's variable, ask for more than one node."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
@@ -105,16 +104,13 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals to this process are blocked, and passed to the
-    command.
-    """
+    """A running command. From `start` to the end of `wait`, signals to this process are held for the command."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Raises OSError if the command cannot be executed."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
@@ -151,7 +147,7 @@ class Child:
                     self._process.send_signal(found.si_signo)
                 if found is not None and found.si_signo == signal.SIGTSTP:
                     _stop_until_continued()
-            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the command, which has ended
+            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the finished command
                 pass
         finally:
             self._unblock()

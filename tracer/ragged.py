@@ -48,7 +48,6 @@ class Ragged:
         return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
 
     def to_arrow(self, type: pa.ListType) -> pa.Array:
-        """Convert to an Arrow list array without copying the values."""
         values = number_array(self.values, type.value_type, self.valid)
         return pa.ListArray.from_arrays(number_array(self.offsets, pa.int32()), values)
 
@@ -82,8 +81,8 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read a [B, T] mask that is nonzero at tokens; `what` names the mask in errors. Raises InvalidRecord for other
-        values.
+        """Read a [B, T] mask that is nonzero at tokens. Raises InvalidRecord for other values, with `what` as their
+        name.
         """
         given = _cells(mask, what)
         if given.ndim != 2:
@@ -103,7 +102,6 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return the tokens of a [B, T] batch as [N] values, row by row."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)

@@ -248,17 +248,19 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are either [B, T] and [B, P] tensors or arrays with attention masks (nonzero at
-        tokens; padding on either side), or B lists. Without a mask, every cell of a padded batch counts as a token, and
-        apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that are
-        part of the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
-        to [B] values. All other arguments are one value or [B]; None means not recorded.
+        `response_ids` and `prompt_ids` are each given either as a tensor or array, [B, T] or [B, P], with an attention
+        mask (nonzero at tokens; padding on either side), or as B lists. Without a mask, every cell of a padded batch
+        counts as a token, and apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is
+        nonzero at tokens that are part of the loss. `advantage` is one value, [B], or aligned with `response_ids`.
+        `rewards` maps each reward function to [B] values. All other arguments are one value or [B]; None means not
+        recorded.
 
         `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default they
         are generated. `split` is "eval" for evaluation samples: they and their scores appear in the views
         `eval_sequences` and `eval_scores`, and all statistics of the run exclude them.
 
-        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
+        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
+        raises it.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -342,10 +344,11 @@ class Recorder:
         `captured_rows`, concatenated.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), the router choices of a mixture of
-        experts. All rows are concatenated without padding, each with its prompt tokens before its response tokens. Slots
-        (S) are in the model's order, and layers (L) in the order of the contract's `moe_layers`.
+        experts. All rows are concatenated without padding, each with its prompt tokens before its response tokens. S
+        follows the order of the model's slots, and L the order of the contract's `moe_layers`.
 
-        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
+        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
+        raises it.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -371,7 +374,7 @@ class Recorder:
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        if policy_version is None and pass_name == ROLLOUT:  # sampling and scoring weights are the same
+        if policy_version is None and pass_name == ROLLOUT:  # a rollout is scored by the weights that sampled it
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(

@@ -41,10 +41,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A module that selects experts in one layer."""
-
     layer: int
-    """Index of the decoder layer."""
     module: Any
 
     @property
@@ -66,8 +63,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers in layer order: siblings of `experts` whose class name contains Router or ends in Gate.
-    """
+    """Return a model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -169,8 +165,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask does not match their size.
-    """
+    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask has the wrong size."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -181,7 +176,6 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """Concatenate the tokens of several parts; None if there are no parts."""
     import torch
 
     if not parts:

@@ -21,8 +21,7 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob that rounding can explain, in nats, by dtype: one unit in the last place of a logit near 16.
-"""
+"""Largest positive logprob due to rounding, in nats, by dtype: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
@@ -52,7 +51,6 @@ class Forward:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """These arrays as columns of `scores`."""
         padding = {"pad_left": self.pad_left, "pad_right": self.pad_right}
         return {"forward_id": self.ids, "forward_row": self.places, "forward_rows": self.rows} | padding
 
@@ -152,8 +150,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf pass; `check` reports them later.
-    """
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf are left for `check` to report."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -184,7 +181,6 @@ def check_whole(logprobs: Any, what: str) -> None:
 
 
 def is_per_token(advantage: Any) -> bool:
-    """Return True if advantages are per token rather than per sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):

@@ -28,7 +28,7 @@ def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """Return the names of passes with logprobs. Warns about damage, and raises DamagedTrace."""
+    """Return the names of passes with logprobs. Warns about damaged parts of the trace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

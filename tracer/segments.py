@@ -32,7 +32,6 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows in memory, validated as in `read_journal`."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
@@ -68,8 +67,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. It is changed only under the lock `_handover`, so that `sync` misses no
-        rows."""
+        """Streams being sealed, by journal. Changed only under the lock `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -105,9 +103,7 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal the journal if it is full and no other is being sealed. Call this only between groups of related
-        records.
-        """
+        """Seal the journal if it is full and no other is being sealed. Call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
@@ -138,7 +134,6 @@ class SegmentWriter:
         self._raise_sealing()
 
     def abandon(self) -> None:
-        """Close the journal after an error; its rows stay readable."""
         try:
             self._close_streams()
         except (OSError, pa.ArrowException):
