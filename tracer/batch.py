@@ -118,7 +118,6 @@ class Batch:
         return iteration
 
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
-        """Undo `next_iteration` for rows whose scores were rejected."""
         self._rounds[pass_name][rows] -= 1
 
 
@@ -132,7 +131,7 @@ class SequenceNames:
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
         """Register the names of new sequences at a step, and return all names of that step.
 
-        With `ordered`, the names of earlier steps are dropped. Raises InvalidRecord if the step already has a name.
+        With `ordered`, the names of earlier steps are dropped. Raises InvalidRecord if a name is already in use.
         """
         by_step = {} if ordered and step != self.step else self.known
         known = by_step.get(step, set())

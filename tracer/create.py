@@ -254,7 +254,6 @@ def entries(folder: Path) -> list[Path]:
 
 
 def names(folder: Path) -> Iterator[str]:
-    """Yield relative paths of files and links below a folder, leaving out traces that are being replaced or written."""
     for base, folders, files in os.walk(folder):
         if Path(base) == folder:
             folders[:] = [name for name in folders if not name.startswith(WHOLE_TRACES)]

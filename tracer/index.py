@@ -113,7 +113,6 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if its file still has the content or MD5 that was indexed."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None

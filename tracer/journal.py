@@ -81,7 +81,7 @@ class JournalStream:
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush everything appended so far to disk. Works after `close` too, as long as the file exists."""
+        """Flush all appended rows to disk. Works after `close` too, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:

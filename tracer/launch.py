@@ -37,7 +37,6 @@ class Recording:
     """The trace's folder. For a recording to a URL, the cache folder, which is removed after the upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """States of the processes that recorded or tried to record."""
 
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""

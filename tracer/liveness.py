@@ -164,7 +164,6 @@ def _states_with_attempt(store: Store, *ranks: int | None) -> list[WriterState]:
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Read the states of these ranks' writers, and no other files."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 

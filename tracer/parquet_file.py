@@ -59,7 +59,6 @@ class CheckedWriter:
         """Set when the file is closed. The step range is not filled in."""
 
     def write(self, part: pa.Table) -> None:
-        """Write a part as one row group."""
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
         self.num_rows += part.num_rows
 

@@ -19,8 +19,6 @@ from .staging import is_tensor, to_numpy
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of different lengths, concatenated."""
-
     values: np.ndarray
     """[N] elements, one list after another."""
     lengths: np.ndarray
@@ -140,7 +138,6 @@ def is_padded(data: Any) -> bool:
 
 
 def num_rows(data: Any, what: str) -> int:
-    """Count the rows of a batch in any form. Raises InvalidRecord for a value without rows."""
     if isinstance(data, Ragged):
         return len(data)
     shape = getattr(data, "shape", None)

@@ -46,7 +46,6 @@ class Router:
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts to choose from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
@@ -103,8 +102,6 @@ def choice(output: Any) -> tuple[Any, Any, int] | None:
 
 
 class RouterTap:
-    """Collects a model's router choices while it runs."""
-
     def __init__(self, known: Sequence[Router]):
         self._routers = known
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]

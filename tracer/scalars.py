@@ -65,7 +65,6 @@ def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
-    """Return per-row values as an array [B] or a list. Raises InvalidRecord unless there is one value per row."""
     give = f"give one value, or one for each of the {rows} sequences"
     if is_tensor(value) or hasattr(value, "__array__"):
         values = _array(value, what)

@@ -17,7 +17,6 @@ from .verified_file import FileCursor
 
 
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    """Return the pair of passes to compare by default (see `first_pair`)."""
     return first_pair(scored_passes(trace))
 
 

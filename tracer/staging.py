@@ -159,8 +159,6 @@ def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
 
 
 class Staged:
-    """Values handed to the writing thread, possibly still being copied from a device."""
-
     def __init__(self, what: str, **values: Any):
         """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are split over processes."""
         self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}

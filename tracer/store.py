@@ -222,7 +222,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """S3 and compatible storage list the MD5 of small files."""
+        """S3 and compatible stores list the MD5 of small files as their ETag."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -410,7 +410,6 @@ class Store:
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Read small files of a folder, in parallel on object storage, skipping unreadable ones."""
         if not names:
             return {}
         if self.is_local:
@@ -447,7 +446,6 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state, from `content` if already read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)
@@ -486,5 +484,4 @@ def too_large(size: int, times: int = 2) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten another library's error to its first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -236,7 +236,7 @@ class Sender:
     def finish(self) -> None:
         """Upload the remaining files, and remove the cache folder.
 
-        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError raised.
+        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError is raised.
         """
         error: BaseException | None = None
         if not self._is_stuck:

@@ -119,7 +119,7 @@ class VerifiedFile:
         """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
 
         Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
-        offset from the start. Thanks to the gap, the extra bytes cost no request.
+        offset from the start. The gap absorbs the extra bytes, so that they cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)

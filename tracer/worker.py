@@ -115,7 +115,6 @@ class Worker:
         return given[0]
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Run all queued tasks and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -65,9 +65,9 @@ class TraceWriter:
     ):  # fmt: skip
         """`attempt` is None outside training.
 
-        Without `journals`, as for imports, nothing survives a kill: the folder becomes a trace only at the end. The
-        state is then saved only at the start and the end, without library versions, and `check` raises the error that
-        stopped the writer.
+        Without `journals`, as for imports, nothing survives if the process is killed: the folder becomes a trace only
+        at the end. The state is then saved only at the start and the end, without library versions, and `check` raises
+        the error that stopped the writer.
         """
         self.folder = folder
         rank = environment.rank()

@@ -79,7 +79,6 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Take a snapshot of a trace to be merged. Raises DamagedTrace if any part of it cannot be read."""
     snapshot = take_snapshot(store)
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
@@ -93,7 +92,6 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the chosen files' rows to merged files in a folder; return the SealedFiles of the merged files by path."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}

@@ -53,10 +53,10 @@ def attach(
 ) -> Attached:
     """Store the weights in a Hugging Face folder as a policy version, so that an imported dump can be replayed.
 
-    `folder` contains config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
-    model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
-    tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded ones. If
-    attaching is interrupted, nothing partial is left in the trace.
+    `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be one of
+    transformers' own classes, because code in the folder is never run. The model's config is stored with the weights,
+    and so is the tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded
+    ones. If attaching is interrupted, nothing partial is left in the trace.
 
     With `force`, weights attached earlier are replaced. Recorded weights cannot be replaced, since later versions are
     stored as changes to them.

@@ -48,7 +48,6 @@ def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
 
 
 def chunk_elements(dtype: str, num_elements: int) -> int:
-    """Return C, the number of elements in a chunk."""
     return max(1, min(num_elements, CHUNK_BYTES // ITEM_BYTES[dtype]))
 
 
@@ -189,7 +188,6 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write a chunk's changes; return their size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST

@@ -101,7 +101,6 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Split an FSDP1 flat parameter's local shard into one part per parameter."""
     # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)

@@ -40,7 +40,6 @@ SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     dtype: str
-    """As torch names it."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
@@ -416,7 +415,6 @@ def _layout(content: bytes, expected: str) -> WeightLayout:
 
 
 def _check_room(layout: WeightLayout) -> None:
-    """Raise ValueError if a layout is invalid or its tensors do not fit in memory."""
     for tensor in layout.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:

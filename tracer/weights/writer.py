@@ -135,7 +135,6 @@ class WeightWriter:
         self._worker.drain(signs=lambda: self.signs)
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until all submitted versions are written, then end the writer's threads."""
         for worker in (self._worker, *self._encoders):
             worker.close(signs=signs)
 
