@@ -310,7 +310,7 @@ def remove_replaced(aside: Path) -> None:
 def move_part(building: Path, folder: Path) -> None:
     """Move an addition into a trace, writers' states last.
 
-    The addition's own manifest is removed first. If it is missing, `remove_unfinished` completes the move.
+    The addition's manifest is removed first, as a sign to `remove_unfinished` that it must complete the move.
     """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)

@@ -126,7 +126,7 @@ class Attempt:
     """A training attempt: one run, from its start or resumption to its end."""
 
     number: int
-    """From 1, in the order in which attempts started."""
+    """Counted from 1, in the order in which attempts started."""
     key: str
 
 

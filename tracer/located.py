@@ -96,7 +96,7 @@ class LocatedSequence:
 
     seq_id: str
     group: str
-    """Shared by all sequences with the same prompt."""
+    """Group id, shared by all sequences with the same prompt."""
     num_tokens: int
     sum_square: float
     """Sum of d^2 over the sequence's tokens, nats^2."""
@@ -140,7 +140,7 @@ class Patch:
     """Execution whose operators were replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 for each sequence in the result, nats^2, with the operators replaced."""
+    """For each sequence in the result: sum of d^2 with the operators replaced, nats^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class Findings:
     engines: tuple[str, ...]
     """Executions (`a` or `b`) that ran in vLLM, in eager mode without compilation, CUDA graphs or a prefix cache."""
     first: Divergence | None
-    """None if rounding can explain every operator's error."""
+    """First divergence; None if rounding can explain every operator's error."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Checks that could not be made, with the reason."""
 

@@ -62,7 +62,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Batches at least this wide are copied row by row; copying a row takes as long as masking 1,500 cells."""
+"""Batches at least this wide are copied row by row, because copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)

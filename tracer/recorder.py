@@ -563,7 +563,7 @@ class Recorder:
         return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Shapes and dtypes must be the same in every batch of a pass."""
+        """Raises InvalidRecord unless shapes and dtypes are the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"

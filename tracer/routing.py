@@ -76,7 +76,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return a contract's entries about a mixture of experts; empty for all other models."""
+    """Return a contract's entries about a mixture-of-experts model; empty for all other models."""
     known = routers(model)
     if not known:
         return {}

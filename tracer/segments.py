@@ -49,7 +49,7 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions; not thread-safe.
 
-    A segment is sealed while the next one is being filled: one thread seals scores, another thread the other tables.
+    A segment is sealed while the next one is being filled: one thread seals scores, and another seals all other tables.
     `account` is called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 

@@ -22,7 +22,7 @@ _EXACT_REQUESTS = 4
 """Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
-"""Reads up to this size run one at a time for each file."""
+"""Reads of the same file up to this size run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
 """Maximum size of a read whose blocks are cached."""
 

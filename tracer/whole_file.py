@@ -157,7 +157,7 @@ LOCK = f"{BUILT_PREFIX}{'0' * 32}"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, waiting for other processes first; without file locks, warn and continue.
+    """Lock a folder for the block, waiting for other processes first; if locks are not supported, warn and continue.
 
     Yields False if the previous holder removed the folder. Raises FileNotFoundError if it was missing from the start.
     """
@@ -177,7 +177,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds the lock of `alone` on a folder; False if the file system has no locks."""
+    """Return True if a process holds a folder's lock (see `alone`); False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)

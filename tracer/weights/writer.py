@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change; more if all deltas are smaller than the keyframe."""
+"""Number of versions per segment if many elements change; more while the deltas total less than the keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
