@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Besides engines, options are used by the commands `gradient` and `locate` and by models that return only logits."""
+"""Other users of options: the commands `gradient` and `locate`, and models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

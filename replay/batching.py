@@ -96,7 +96,7 @@ class PackedBatch(_PlacedRows):
     positions_W: np.ndarray
     """int64: each token's position in its own row."""
     spans: tuple[Span, ...]
-    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or the padding at the end."""
+    """Ranges of tokens that attend to each other and to a prefix: rows, branches of the tree, or padding at the end."""
 
     @property
     def labels_W(self) -> np.ndarray:
@@ -143,7 +143,6 @@ class Scored:
     """Indices of `rows` among all rows of `batches`; None if `rows` are all of them."""
 
     def only(self, names: Container[str]) -> Scored:
-        """Keep only the sequences in `names`."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -195,7 +194,6 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Group rows by the forward pass in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 

@@ -21,17 +21,16 @@ from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""Builds an arm's model, loads weights into it, attaches to it, and scores rows."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
-    """Raise CannotReplay if this machine cannot run the arm."""
+    """Return the scorer of an arm. Raises CannotReplay if this machine cannot run the arm."""
     kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
     return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
-    """A model shared by arms with the same load key. It is rebuilt when a scorer needs another one."""
+    """A model shared by arms with the same load key. It is rebuilt when a scorer needs a different one."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -71,7 +70,6 @@ class LoadedModel:
             self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
-        """Release the model to make room for the next one."""
         for scorer in self._attached:
             scorer.detach()
         if hasattr(self._model, "close"):
@@ -85,7 +83,7 @@ def device_here() -> str:
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the GPUs per actor, possibly a fraction. Raises InvalidOption."""
+    """Return the number of GPUs per actor, which may be a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

@@ -63,7 +63,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    # Releases without this function always copy them.
+    # Releases of transformers without this function always copy them.
     return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 

@@ -16,7 +16,7 @@ NAME = "tim_trace_packed"
 
 
 def register() -> None:
-    """Register the attention with transformers. It takes the rows as `packed` instead of a mask."""
+    """Register the attention with transformers. Instead of a mask, it takes the argument `packed`, a RowSpans."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -1,4 +1,4 @@
-"""Scoring with TRL's own code, run on the rebuilt model."""
+"""Score with TRL's own code on the rebuilt model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As in Accelerator.prepare_model with mixed precision: the forward pass runs in autocast, returns float32.
+            # As Accelerator.prepare_model does with mixed precision: run in autocast, return float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward

@@ -137,7 +137,7 @@ class _Cells:
     advantage: Any
     """[B, 1] or [B, T]: one advantage per row, or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Pads each row's values to [B, T] with its second argument."""
+    """Pads each row's values to [B, T]; its second argument is the padding value."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:

@@ -42,11 +42,11 @@ class GradientStep:
     arm: str
     num_sequences: int
     num_tokens: int
-    """Tokens that count in the loss."""
+    """Number of tokens included in the loss."""
     grad_norm: float
     """As computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if there is none, or if it cannot be matched with this update."""
+    """Norm logged by the trainer; None if none was logged, or if it is unclear which one belongs to this update."""
     reproduced: bool | None
     """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
     forward_held: bool

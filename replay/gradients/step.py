@@ -24,7 +24,7 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Fewest micro-batches from which a variance is computed."""
+"""Minimum number of micro-batches from which a variance is computed."""
 _PIECE = 1 << 24
 """Number of tensor elements processed at a time."""
 
@@ -75,7 +75,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # Bit for bit the norm of clip_grad_norm_.
+        # The norm is the same as in clip_grad_norm_, bit for bit.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -109,7 +109,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the logged grad norm cannot be told apart from those of the step's other updates")
+            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:

@@ -1,4 +1,4 @@
-"""Operators compared with float64, with errors in units of the rounding bound.
+"""Compare operators with float64, and measure their errors in units of the rounding bound.
 
 Shapes: T tokens, X all other axes of a tensor, flattened.
 """
@@ -16,7 +16,7 @@ Point = tuple[str, str, int]
 """Call name of an operator, TAKES or GIVES, and index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What user code may raise for dtypes, batches or environments that it does not support."""
+"""Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
 """Larger than the number of operators in a layer."""
 
@@ -38,7 +38,7 @@ class Judged:
     ratio: float
     """Largest introduced error divided by its bound; inf if only one of the values is finite or if a choice differs."""
     token: int
-    """Index in the row (prompt and response) of the token with the largest error."""
+    """Index in the row (prompt and response) of the token with the largest ratio."""
     dtype: str
     """torch's name of the output dtype."""
     point: Point | None = None
@@ -57,13 +57,13 @@ class Judgement:
     unjudged: dict[str, str] = field(default_factory=dict)
     """Why an operator could not be judged."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
+    """Layers whose attention has run. If there are any, operators outside the layers come after all layers."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact values, given a bound for each. The error is kept for a given `point`."""
+        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, store the error."""
         if not self._owns(layer):
             return
         off = found.double() - exact

@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix for the core of an attention layer: scores, mask, softmax and values, after the rotary."""
+"""Suffix that names the core of an attention layer: everything from the scores to the weighted sum of the values."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer index in a module's name; None outside the layers."""
+    """Return the layer index in a module's name; None if the module is in no layer."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 

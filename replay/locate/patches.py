@@ -1,4 +1,4 @@
-"""Measure how much mismatch is left if one execution takes over operators or expert choices of the other.
+"""Measure how much mismatch is left if one execution takes over operators or expert choices from the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -28,7 +28,6 @@ from .pooled import Pooled
 from .vllm_execution import AnyExecution, VllmExecution
 
 Names = Callable[[str], bool]
-"""Selects operators by name."""
 
 
 def patched(
@@ -125,8 +124,8 @@ def _score_with(
 ) -> dict[str, np.ndarray]:
     """Return the taker's [T] float64 log-probabilities by sequence, with the experts in `chosen`.
 
-    Where the taker selects the same set of experts, it keeps its own weights and order, so that earlier differences do
-    not count. Other rows in a forward pass keep the taker's own choices.
+    Where the taker selects the same set of experts, it keeps its own weights and order, so that only the
+    choice has an effect. Other rows in a forward pass keep the taker's own choices.
     """
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]

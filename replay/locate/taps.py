@@ -22,12 +22,12 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""A new tensor is compared with this many recent ones, so that no tensor is recorded twice."""
+"""Number of recent tensors to compare a new one with, so that no tensor is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...]; None where there is no token axis."""
+    """One call of an operator for one row: input and output tensors [T, ...]; None for one without a token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
@@ -44,7 +44,7 @@ class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
     """By operator, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer inputs [T, H] by layer index; absent if the layer is not a module that is called."""
+    """Layer inputs [T, H] by layer index; absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
     """Outputs [T, H] of mixtures of experts, by name."""
 
@@ -67,9 +67,8 @@ def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int,
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's operators by name: modules that compute and contain no other module.
 
-    A mixture's experts count as one operator, and so does a projection with its adapters. Modules named in `also` are
-    operators whatever they contain: they are operators of another model, which this model may compute in several
-    modules or not at all.
+    All experts of a mixture are one operator, and so is a projection with its adapters. `also` contains operators of
+    another model. Modules with these names are operators, whatever modules they contain.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -160,7 +159,7 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors in a call's arguments, even nested ones. Keyword arguments come last, sorted by name."""
+    """Return the tensors in a call's arguments, including nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -259,8 +258,6 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Taps:
-    """Records the inputs and outputs of a model's operators, for some rows of the observed forward passes."""
-
     def __init__(self, model: Any, wanted: Callable[[str], bool], recorded: Mapping[str, Any]):
         """`wanted` selects operators by name. `recorded` are the operators of the recorded model."""
         self._device = next(model.parameters()).device
@@ -272,7 +269,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators whose code here is not that of the recorded model."""
+        """Operators that run other code here than in the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip

@@ -41,7 +41,7 @@ _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, the slice of a forward pass that holds its tokens, and the index in the sequence of the first of them."""
+"""A sequence, the slice of a forward pass with some of its tokens, and the index in the sequence of the first one."""
 
 
 class VllmExecution:
@@ -307,14 +307,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that first adds its input to the residual stream returns the sum too
+            taken = outputs[1]  # a norm that first adds its input to the residual stream also returns the sum
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
+    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again are included once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

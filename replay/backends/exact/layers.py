@@ -15,7 +15,7 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Tokens per matrix product, to bound memory use."""
+"""Maximum number of tokens per matrix product, to limit memory use."""
 CHUNK_BYTES = 128 << 20
 """Limit on the bytes of float64 logits in memory at a time."""
 
@@ -94,7 +94,7 @@ class Router:
     """Selects the J most probable experts for each token; ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J. `normalised` makes a token's J weights sum to 1."""
+        """`chosen` is J. With `normalised`, the J weights of a token sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:

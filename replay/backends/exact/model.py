@@ -70,8 +70,6 @@ class Core:
 
 
 class ExactModel:
-    """A decoder of exact layers, with the weights of one policy version."""
-
     def __init__(self, held: Any):
         """`held` is the transformers model that holds the weights."""
         self.held = held
@@ -89,7 +87,7 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights, after new weights were loaded."""
+        """Discard the sliced weights, since new weights have been loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
@@ -123,7 +121,7 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Logits are first rounded to `dtype`; None for the dtype of the activations."""
+        """Return a head that first rounds logits to `dtype`; None for the dtype of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
