@@ -17,8 +17,6 @@ GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Two options that cannot be combined."""
-
     other: str
     why: str
     values: tuple[str, ...] = ()
@@ -26,7 +24,6 @@ class Clash:
     others: tuple[str, ...] = ()
     """Values of the other option that clash, compared up to the colon; empty for all."""
     engine: str | None = None
-    """Engine that has this restriction; None for all engines."""
 
     def meets(self, value: Any, other: Any) -> bool:
         words = (str(one).partition(":")[0] for one in (value, other))
@@ -85,7 +82,6 @@ class ArmOption:
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
-    """Return a dataclass field of `Arm` that holds the option's definition."""
     return field(default=default, metadata={"option": ArmOption(help=help, **described)})
 
 

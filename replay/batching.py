@@ -36,7 +36,6 @@ class _PlacedRows:
 
     @property
     def width(self) -> int:
-        """W, including padding."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -66,8 +65,6 @@ class _PlacedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
-    """A forward pass over rows padded to the same width."""
-
     mask_BW: np.ndarray
     """int64 attention mask: 1 for tokens that attention sees."""
     first_B: np.ndarray
@@ -130,8 +127,6 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """An arm's scores for rows of one step."""
-
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     """Logprobs [T] of each row's response tokens, nats."""

@@ -83,9 +83,9 @@ def replay(
 
     A trace cannot make a replay run code: the replay is refused unless the model is one of transformers' own classes
     and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
-    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, they
-    are replaced by torch's own, with a warning. If the recording cannot be replayed at all, the other arms still run.
-    In the results, `not_held` is the reason why the replayed bits differ from the recorded ones.
+    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, they are
+    replaced by torch's own, with a warning. If the recording cannot be replayed at all, the other arms still run. In
+    the results, `not_held` is the reason why the replayed bits differ from the recorded ones.
 
     `dry_run` writes nothing. It scores the first rows in each arm in this process, and returns a `plan` with the
     remaining work and time of each arm.

@@ -109,7 +109,6 @@ class HfScorer:
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        """Build the model without weights. Raises CannotReplay."""
         with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU starts CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
@@ -190,7 +189,7 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`. To keep recorded batches, whole forward passes must run."""
+        """Return the rows that must run to score `rows`: whole forward passes if the arm keeps recorded batches."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}

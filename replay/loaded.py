@@ -1,5 +1,3 @@
-"""The model in memory, with its current weights and attached scorers."""
-
 from __future__ import annotations
 
 from time import perf_counter
@@ -56,7 +54,6 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Load the model and weights that a scorer needs, unless they are already loaded."""
         if self._key != (key := scorer.key):
             self.close()
             self._model, self._key = scorer.build(), key

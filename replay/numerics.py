@@ -20,7 +20,6 @@ from .settings import autocast_dtype
 class Numerics:
     arm: Arm
     recorded: Contract
-    """Contract of the replayed pass."""
 
     @property
     def dtype(self) -> str:
@@ -42,7 +41,7 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers, such as rotary tables; None if it cast none or the arm sets one."""
+        """torch dtype to which FSDP cast buffers (rotary frequencies); None if it cast none or the arm sets one."""
         return self._cast("buffers_dtype")
 
     @property

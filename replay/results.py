@@ -14,8 +14,6 @@ from .sample import Sample
 
 @dataclass(slots=True, kw_only=True)
 class ArmPlan:
-    """Remaining work of one arm."""
-
     arm: str
     num_steps: int = 0
     """Number of steps in which some sequences have no score yet."""
@@ -66,14 +64,14 @@ class ReplayedStep:
     step: int
     num_tokens: int
     num_equal: int
-    """Tokens whose logprob matches the recorded one bit for bit."""
+    """Number of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
     """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
-    code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
+    code in `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
     `unexplained`. None if it did."""
     differs: tuple[str, ...] = ()
     """For the identity arm, the contract fields that differ, or why it cannot run here; empty if all bits match."""

@@ -53,7 +53,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass; None if autocast was off, or float32, which has no effect."""
+    """Return the autocast dtype of a recorded pass; None if it was off, or to float32, which has no effect."""
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 

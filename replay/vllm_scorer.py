@@ -78,7 +78,7 @@ class VllmScorer:
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
-            # vLLM refuses a limit on sequences above the limit on tokens.
+            # vLLM rejects a max_num_seqs that is larger than max_num_batched_tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,

@@ -18,8 +18,6 @@ CHUNK_BYTES = 128 << 20
 
 
 class BatchScorer:
-    """Base class of scorers, which turn a batch into log-probabilities."""
-
     grad_enabled = False
     """True if the recorded pass kept gradients, which affects the choice of kernels."""
 

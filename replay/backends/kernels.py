@@ -13,8 +13,6 @@ from ...tracer.hooks.patches import replaced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """An attention implementation that an arm can select."""
-
     implementation: str = "sdpa"
     """transformers' name. `sdpa` is torch's scaled_dot_product_attention."""
     backend: str | None = None

@@ -20,7 +20,6 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Maps a policy version's recorded tensors to those that the model loads."""
 _ROOM = 0.8
 """Share of a GPU's free memory that weights may use; the rest is for activations."""
 MAX_MODULES = 200_000
@@ -188,8 +187,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Correct the dtypes of tensors: float32 if transformers keeps them in float32 in a 16-bit model (such as the bias
-    of a router), and float64 if the class creates them in float32 even in a float64 model."""
+    """Correct the dtypes of tensors: use float32 where transformers keeps float32 in a 16-bit model (such as the bias
+    of a router), and float64 where the class creates float32 tensors even in a float64 model."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )

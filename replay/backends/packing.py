@@ -12,7 +12,6 @@ from typing import Any
 from ...schemas.errors import CannotReplay, option
 
 NAME = "tim_trace_packed"
-"""The attention's name in transformers."""
 
 
 def register() -> None:

@@ -126,7 +126,10 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`. This returns logits [B, W, V], as is or in `.logits`."""
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`.
+
+    The model returns logits [B, W, V], or an object that has them as `.logits`.
+    """
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

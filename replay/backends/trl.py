@@ -19,8 +19,6 @@ from .head import BatchScorer
 
 
 class TrlScorer(BatchScorer):
-    """Calls the trainer's scoring function as the recorded pass did."""
-
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
         """Give the model TRL's fused head. Autocast is off if `autocast_dtype` is None.
 

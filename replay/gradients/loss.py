@@ -35,8 +35,6 @@ micro-batch's mean by the number of micro-batches."""
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """Loss of an optimizer step in an arm."""
-
     loss: Loss
     """The recorded loss with the arm's correction."""
     below: str

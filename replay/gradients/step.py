@@ -38,7 +38,6 @@ class Sums:
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-        """[M] number of parameters per kind of module."""
 
     def squares(self, gradient: Gradient) -> np.ndarray:
         """Return the squared norm [M] of a gradient in each kind of module."""

@@ -20,7 +20,7 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Contract field `source` of a pass whose logprobs come from the loss's own forward pass."""
+"""Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
 """A recorded forward pass: the writer, and its forward_id."""
 

@@ -142,7 +142,7 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] of rotating pairs of elements by float32 angles, whatever the pairs.
+    """Bound the error [T, N, D] of rotating pairs of elements by float32 angles, whichever elements form a pair.
 
     A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
     """

@@ -19,7 +19,6 @@ from .names import ATTENTION, kind_of, layer_of
 from .taps import like
 
 ROTARY = "rotary"
-"""Kind of operator that rotates queries and keys."""
 STATES = "queries", "keys", "values"
 """Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys are
 wrong, because keys pass through a cache after the rotary."""
@@ -105,8 +104,8 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain these wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves the norm of each head's vector. So if the norms differ, and the norm layer before
-        the rotation was not observed, that layer is wrong.
+        A rotation preserves the norm of each head's vector. So if the norms differ, and the norm layer before the
+        rotation was not observed, that layer is wrong.
         """
         norms = [
             (name, kind_of(name))

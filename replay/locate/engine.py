@@ -97,7 +97,6 @@ def locate(
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
-    """Select operators by the layer index in their names."""
     if text is None:
         return lambda name: True
     try:
@@ -230,7 +229,6 @@ class _Location:
         )
 
     def _pooled(self, tapped_bytes: int) -> Pooled:
-        """Judge all sequences, in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())

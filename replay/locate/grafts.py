@@ -92,7 +92,6 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, for its device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:

@@ -77,7 +77,6 @@ class Heard:
         return call
 
     def called(self, name: str) -> str:
-        """Return the name of an operator's current call."""
         return self._names.present(name)
 
     # --- bounds ---------------------------------------------------------------------------------------------------------

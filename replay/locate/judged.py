@@ -18,7 +18,7 @@ TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
-"""Larger than the number of operators in a layer."""
+"""Number of orders reserved for each layer, more than any layer has operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Judged:
     largest: float
     """Largest error of a token, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the values is finite or if a choice differs."""
+    """Largest introduced error divided by its bound; inf if only one of the two is finite or if a choice differs."""
     token: int
     """Index in the row (prompt and response) of the token with the largest ratio."""
     dtype: str
-    """torch's name of the output dtype."""
+    """torch's name for the output dtype."""
     point: Point | None = None
     """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
 
@@ -55,7 +55,7 @@ class Judgement:
     errors: dict[Point, Any] = field(default_factory=dict)
     """Error introduced at each point: found minus exact values, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Why an operator could not be judged."""
+    """Reasons why operators could not be judged, by operator."""
     attended: set[int | None] = field(default_factory=set)
     """Layers whose attention has run. If there are any, operators outside the layers come after all layers."""
 

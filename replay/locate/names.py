@@ -1,5 +1,3 @@
-"""Names, kinds and layers of operators."""
-
 from __future__ import annotations
 
 import re

@@ -32,7 +32,7 @@ class Pooled:
     in_double: Found = field(default_factory=lambda: defaultdict(list))
     """Results for a side's code in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """By side: true if its code and the recorded model give the same log-probabilities, both in float64."""
+    """For each side, true if its code gives the same log-probabilities as the recorded model, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """[T] log-probabilities of the response by side and sequence, nats."""
@@ -45,7 +45,7 @@ class Pooled:
     """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """`product` is what the error contributes to the sum of d^2, nats^2."""
+        """`product` is what the error contributes to the sum of d^2, in nats^2."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
@@ -61,7 +61,7 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences: first as it ran, then those judged only in float64."""
+        """Yield each operator's error over all sequences. Operators that were judged only in float64 come last."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():

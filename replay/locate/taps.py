@@ -32,15 +32,13 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact one."""
+    """True if the operator first adds two inputs. `takes` has their rounded sum, though the exact one may be used."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
 class RowTaps:
-    """One row's operator calls in a forward pass."""
-
     calls: dict[str, Call] = field(default_factory=dict)
     """By operator, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
@@ -102,7 +100,6 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def is_adapted(module: Any) -> bool:
-    """Return True for a projection with PEFT adapters."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
@@ -253,7 +250,6 @@ def hooked(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden states among the arguments of a layer or of experts."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
@@ -269,7 +265,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators that run other code here than in the recorded model."""
+        """Operators whose code here differs from that of the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip

@@ -53,7 +53,6 @@ class VllmExecution:
     coarsest = None
     is_adapted = False
     head = "lm_head"
-    """transformers' name of the module that computes logits."""
 
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
@@ -80,7 +79,6 @@ class VllmExecution:
 
     @property
     def model(self) -> Any:
-        """The model inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     @property
@@ -234,7 +232,6 @@ class _EngineTaps:
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self.spans: list[Span] = []
-        """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
         """Calls by sequence and operator, each with the index in the sequence of its first token."""
 

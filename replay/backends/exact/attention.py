@@ -20,14 +20,13 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length, in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Number of attention scores in memory at a time, by device, but never less than one query's. This many fit into a
-CPU's cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
+"""Maximum number of attention scores in memory at a time, by device, unless a single query has more. This many fit into
+a CPU's cache. On a GPU, they take 256 MB, plus six to eight times as much for intermediate results, and keep it busy
+with few launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each query of a forward pass sees."""
-
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]

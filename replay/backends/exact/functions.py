@@ -94,7 +94,6 @@ class Precision:
     """Rounds numbers that are kept in float64 tensors to `dtype` wherever the transformers model would round."""
 
     dtype: Any
-    """torch dtype of weights and activations."""
 
     @property
     def slices(self) -> int:

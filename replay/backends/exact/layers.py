@@ -55,8 +55,6 @@ class RmsNorm:
 
 
 class Rotary:
-    """Rotary position embedding with transformers' frequencies for the model."""
-
     def __init__(self, module: Any, precision: Precision):
         self._frequencies = module.inv_freq.detach().to(torch.float64)
         self._scaling = float(module.attention_scaling)
@@ -72,7 +70,6 @@ class Rotary:
         return tables[0], tables[1]
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
-        """Rotate vectors [..., D] by the angles of their positions."""
         first, second = x.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
@@ -113,8 +110,6 @@ class Router:
 
 
 class Experts:
-    """Gated experts, J of which are used per token."""
-
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
 

@@ -21,7 +21,6 @@ from .layers import ExactHead, Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, R
 _HEADS_FIRST = ("q_norm", "k_norm", "attention")
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the sequence length."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
@@ -52,7 +51,6 @@ class Operator:
 
     owner: Any
     attribute: str
-    """The owner's attribute that holds the operator."""
     is_heads_first: bool = False
     """True if inputs and outputs are [B, heads, T, D]; else tokens come first: [M, ...] or [B, T, ...]."""
 
@@ -79,7 +77,6 @@ class ExactModel:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the activations, set by the dtype of the embedding."""
         return Precision(self.held.get_input_embeddings().weight.dtype)
 
     @property
@@ -91,7 +88,6 @@ class ExactModel:
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
-        """Slice the weights, unless that is done already."""
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
@@ -194,7 +190,6 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
 
 
 def _layer(module: Any, config: Any, precision: Precision) -> SimpleNamespace:
-    """Return a layer's operators under transformers' names; `attention` is the core."""
     given = module.self_attn
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     attention: dict[str, Any] = {name: _linear(getattr(given, name), precision) for name in projections}
