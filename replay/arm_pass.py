@@ -45,7 +45,6 @@ class ArmPass:
 
     @property
     def has_other_changes(self) -> bool:
-        """True if the name is already used for an arm with different changes."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:

@@ -24,7 +24,6 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch dtype of the weights, by value of --dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
 """Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
@@ -173,13 +172,12 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the changed options whose value an engine, or another user of arms, does not support."""
+        """Return the changed options whose value is not supported by `user`, such as an engine or LOCATE."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changed options and their values, without the arm's name."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
@@ -223,7 +221,7 @@ OPTIONS = options_of(Arm)
 
 
 def names_for(user: str) -> list[str]:
-    """Return the options that an engine or another user of arms supports, as spelled on the command line."""
+    """Return the options that an engine or command supports, as spelled on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()

@@ -21,7 +21,6 @@ LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Token limit of a packed forward pass, by device, unless the arm sets one. A longer row runs alone."""
 UNLABELLED = -100
-"""Label of positions whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns at which forward passes through a KV cache begin and end: the prompt, then response chunks.
+    """Return the columns at which forward passes through a KV cache begin and end: first the prompt, then chunks.
 
     Without `cached_tokens`, or with packed rows, there is a single pass.
     """

@@ -22,7 +22,6 @@ Scorer = HfScorer | VllmScorer
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
-    """Return the scorer of an arm. Raises CannotReplay if this machine cannot run the arm."""
     kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
     return kinds[arm.engine](run, arm, contract, device)
 

@@ -33,7 +33,6 @@ from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
-"""Columns of the scores table that are not needed to rebuild a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

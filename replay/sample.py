@@ -82,7 +82,6 @@ class Sample:
 
     @property
     def num_drawn(self) -> int:
-        """Number of drawn groups."""
         return sum(len(set(step.values())) for step in self.steps.values())
 
     @property

@@ -50,8 +50,6 @@ def followed(
 
 
 class Table:
-    """The recorded choices, laid out like the batch."""
-
     def __init__(
         self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
     ):

@@ -26,7 +26,6 @@ ALL = "all"
 LEAST_MICRO_BATCHES = 4
 """Minimum number of micro-batches from which a variance is computed."""
 _PIECE = 1 << 24
-"""Number of tensor elements processed at a time."""
 
 Gradient = Sequence[Any]
 """One tensor per parameter; None for a parameter without a gradient."""
@@ -66,7 +65,7 @@ class StepPasses:
         self._reference: list[Any] | None = None
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """Return an arm's results, with the weights that its scorer has loaded. Raises CannotReplay."""
+        """Compute an arm's results with the weights that its scorer has loaded. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -116,7 +115,6 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the gradient norm differs from the logged one."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")

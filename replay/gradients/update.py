@@ -86,7 +86,6 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens included in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
 

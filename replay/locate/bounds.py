@@ -49,8 +49,6 @@ def growth(length: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The dtypes in which an operator computes, and their unit roundoffs."""
-
     given: Any
     """torch dtype of the output."""
     taken: Any

@@ -36,7 +36,6 @@ class Cores:
         """Layers in which a norm was observed, as three sets: for queries, for keys and for values."""
 
     def note_norm(self, name: str) -> None:
-        """Note a norm of queries, keys or values; ignore other modules."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))

@@ -313,7 +313,6 @@ class _Location:
 
 
 def _check_form(model: Any) -> None:
-    """Raise CannotReplay if the operators of the model's float64 copy cannot be observed."""
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:

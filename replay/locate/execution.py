@@ -39,7 +39,6 @@ Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManag
 class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """See `Arithmetic.attention_cut`."""
     _keeps_double = True
     """True if torch must be kept from narrowing the values of a float64 model."""
     reference: Reference | None = None
@@ -55,11 +54,9 @@ class Execution:
         self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
         self.built: Any = None
-        """The result of `scorer.build()`."""
 
     @property
     def model(self) -> Any:
-        """The model that holds the weights."""
         return self.built
 
     @property
@@ -222,7 +219,6 @@ def _heard_exactly(
 
 
 def check_heard(arm: Arm) -> None:
-    """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
         why = "comparing operators requires one forward pass per row that runs every operator"
         if name == "compile":

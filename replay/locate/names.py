@@ -40,6 +40,5 @@ class CallNames:
         return self.present(name)
 
     def present(self, name: str) -> str:
-        """Return the name of the operator's most recent call."""
         number = self._count[name]
         return name if number <= 1 else f"{name}#{number}"

@@ -34,7 +34,7 @@ def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch each execution in turn, in the batches of `of`. `wanted` selects routers; `is_asked` selects operators."""
+    """Patch each execution in turn, in batches formed from `of`. `wanted` selects routers, `is_asked` operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -81,7 +81,7 @@ def _choices(
 ) -> dict[str, Routing]:
     """Return the expert ids and weights, [T, L, S] each, that an execution's routers choose for `rows`, by sequence.
 
-    The rows run in the batches of `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
+    Batches are formed from `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):

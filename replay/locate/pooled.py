@@ -21,7 +21,6 @@ _IS_OTHER_TENSOR = 0.5
 Apart = tuple[float, float]
 """Two sums of squares: of the executions' difference, and of execution a's values. NaN if they cannot be compared."""
 Operator = tuple[str, str]
-"""Side and operator name."""
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each with the sequence it was judged on."""
 

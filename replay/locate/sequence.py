@@ -184,7 +184,6 @@ class SequenceJudge:
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
-    """Compare the first pair of floating-point tensors that have the same size."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue

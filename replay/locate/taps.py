@@ -44,7 +44,6 @@ class RowTaps:
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer inputs [T, H] by layer index; absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Outputs [T, H] of mixtures of experts, by name."""
 
     @property
     def first_position(self) -> int:

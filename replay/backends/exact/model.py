@@ -56,8 +56,6 @@ class Operator:
 
 
 class Core:
-    """Attention core: attention between rotated queries and keys, through a KV cache."""
-
     def __init__(self, scaling: float, precision: Precision):
         self._scaling, self._precision = scaling, precision
 
