@@ -9,7 +9,7 @@ from ..rows import Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
 NUM_WORST = 5
-"""Number of steps with the largest bias that are shown by default."""
+"""Number of worst steps shown by default."""
 
 STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
