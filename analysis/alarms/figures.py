@@ -28,9 +28,9 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that have no recorded series and are computed from tokens."""
+"""Metrics that are computed from tokens because no series of them is recorded."""
 NOT_FINITE = "num_not_finite"
-"""Metric: tokens in the loss, per step, whose logprob in either pass is NaN or infinite."""
+"""Metric: number of tokens in the loss per step with a NaN or infinite logprob in either pass."""
 _LARGEST = 700.0
 """Largest |d| for which exp(|d|) fits a double, with some margin."""
 
@@ -52,7 +52,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays: step, finite tokens, other tokens, and the sums of OF_TOKENS."""
+    """Return [N] arrays: step, number of finite tokens, number of other tokens, and the sums of OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -68,7 +68,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Metric: share of repeated responses that got a different reward; see `repeats`."""
+"""Metric: share of repeated responses that received a different reward; see `repeats`."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 
@@ -132,11 +132,11 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
+"""Number of consecutive steps for which the mismatch or the gradient norm must exceed its level for an alert to fire."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
-    """[n] True where mean |d| has exceeded GAP for TIMES steps in a row."""
+    """Return a mask of the steps at which mean |d| has exceeded GAP for TIMES steps in a row."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
@@ -145,21 +145,21 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """[n] True where the learning rate exceeds RATE times the largest earlier median of five steps in a row."""
+    """Return a mask of the steps whose learning rate exceeds RATE times the largest earlier median over five steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """[n] True where the gradient norm has exceeded NORM times its usual value for TIMES steps in a row.
+    """Return a mask of the steps at which the gradient norm has exceeded NORM times a median for TIMES steps in a row.
 
-    The usual value is the median over the 20 steps that ended 5 steps earlier.
+    The median is over 20 steps, up to 5 steps earlier.
     """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """[n] True where this flag and the `times` - 1 flags before it are all true."""
+    """Return a mask of the flags that are true together with the `times` - 1 flags before them."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)
@@ -172,7 +172,7 @@ def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a window without a value is NaN
+            warnings.simplefilter("ignore", RuntimeWarning)  # a window without values gives NaN
             found[window + gap :] = np.nanmedian(np.where(np.isfinite(past), past, np.nan), axis=1)
     return found
 

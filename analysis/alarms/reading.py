@@ -1,6 +1,7 @@
 """Published alert levels, and the evaluation of every alert rule at every step of a run.
 
-Published levels apply to a single training step, as frameworks log it: one step beyond the level makes the alert fire.
+Published levels apply to the value that a framework logs at a single step, so one step beyond the level makes an alert
+fire.
 
 Shapes: n steps with a value.
 """
@@ -42,8 +43,6 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published alert level, or one of tim-trace's own rules."""
-
     who: str
     """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
@@ -69,7 +68,7 @@ class Alarm:
 
     @property
     def gate(self) -> str | None:
-        """The same level as a condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
+        """The equivalent condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
         metric = f"|{self.metric}|" if self.of_size else self.metric
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 
@@ -165,7 +164,7 @@ class AlarmReadings:
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Rules that fire, by the first step at which they do."""
+        """Rules that fire, ordered by the first step at which they fire."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
@@ -214,7 +213,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Evaluate tim-trace's own four rules at the steps `at`; they also use earlier steps."""
+    """Evaluate tim-trace's own four rules at the steps `at`. The rules also use earlier steps."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",

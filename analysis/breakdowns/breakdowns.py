@@ -106,7 +106,7 @@ def _literal(number: float) -> str:
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Reach of the d axis, nats, if every d is 0."""
+"""Half the width of the d axis, nats, if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -146,11 +146,11 @@ class Breakdowns:
     """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
 
     num_tokens: int
-    """Tokens read that count in the loss and have finite logprobs in both passes."""
+    """Number of tokens read that are in the loss and have finite logprobs in both passes."""
     num_recorded_tokens: int
-    """Response tokens in the whole run."""
+    """Number of response tokens in the whole run."""
     how: str
-    """Sentence on which tokens were read."""
+    """A sentence that says which tokens were read."""
     d_edges: Array
     """[Y + 1] bin edges, nats, symmetric about 0; the first and last bins include values beyond them."""
     density: np.ndarray
@@ -168,7 +168,7 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both passes.
+    """Break down the mismatch of the first open run; None if no token in the loss is finite in both passes.
 
     Reads only the first use of each sequence (iteration 0), at up to `max_steps` steps: the `notable` ones, and others
     evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so the sample

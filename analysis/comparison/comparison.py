@@ -34,7 +34,7 @@ class RunDifference:
     b: Measured | None
     size_in_sd: float | None = None
     """For a series, the mean difference on the series' scale, in standard deviations of the difference at one step.
-    None if there is no noise, and for other kinds."""
+    None if there is no noise, and for all other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
     """Shares, counts and the largest difference, by name."""
 
@@ -51,7 +51,7 @@ class Comparison(Result):
     """Passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Steps with sequences in both runs."""
+    """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
     """Sorted by first step, then kind, and series by size."""
     same: tuple[str, ...]
@@ -82,7 +82,7 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Values by name and step; each holds until the next listed step."""
+"""Values by name and step; each applies until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:

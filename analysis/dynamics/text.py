@@ -49,12 +49,12 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """State what the trace cannot answer, and what to record for it."""
+    """Return what the trace cannot answer and what to record for it, as sentences."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Fill in what the sentence needs besides the values stored with its code."""
+    """Return the values for a sentence: those stored with its code, and others taken from the result."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":

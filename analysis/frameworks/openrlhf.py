@@ -28,7 +28,7 @@ class OpenRlhf(Framework):
     )
     """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
-    """True to divide by the rollout's probabilities instead of the trainer's old ones; only with gspo."""
+    """True to divide by the rollout's probabilities instead of the trainer's old probabilities; only with gspo."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"

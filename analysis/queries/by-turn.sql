@@ -1,4 +1,4 @@
--- Mismatch by turn: a stretch of counted response tokens between masked ones.
+-- Mismatch by turn: a stretch of unmasked response tokens between masked ones.
 -- Unit: nats.
 -- Source: richardli.xyz/rl-collapse: the mismatch is larger after the first tool turn.
 -- Meaning: a mismatch that grows with the turn comes from tool output: its tokens, its mask, or its cached keys and values.

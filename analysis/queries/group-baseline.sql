@@ -3,7 +3,7 @@
 -- Needs: advantages, rewards and groups of at least two.
 -- Source: GRPO, (reward - mean) / (std + 1e-4) over a group (arXiv 2402.03300), or without std (arXiv 2503.20783).
 -- Meaning: the candidate with an error near 0 is the formula that the run uses; the first step at which it fails is the onset.
---   error_previous or error_next near 0: the baseline is the neighbouring group's in recording order. A low corr_in_group: rewards belong to other rows. A large rms_group_mean: the baseline covers more than the group. No error near 0: a different formula.
+--   error_previous or error_next near 0: the baseline is the neighbouring group's in recording order. A low corr_in_group: rewards were assigned to the wrong rows. A large rms_group_mean: the baseline covers more than the group. No error near 0: a different formula.
 WITH grouped AS (
     SELECT run, step, group_id, advantage AS given, reward,
            min(row(len(seq_id), seq_id)) OVER of_group AS first_id,  -- recording order: 9 comes before 10

@@ -1,5 +1,5 @@
 -- Tokens without a usable logprob, by problem and side, one row per step.
--- Unit: tokens that the loss counts.
+-- Unit: number of tokens in the loss.
 -- Source: none.
 -- Meaning: NULL: the pass returned no logprob; -inf: sampling had excluded the token; NaN: an overflow or a fully masked row.
 SELECT run, step, count(*) AS num_tokens, count(*) FILTER (logprob_a IS NULL) AS null_a,

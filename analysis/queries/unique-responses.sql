@@ -2,7 +2,7 @@
 -- Unit: shares; tokens.
 -- Needs: groups.
 -- Source: thinkingmachines.ai, Defeating Nondeterminism in LLM Inference (1,000 samples at temperature 0, not all identical).
--- Meaning: at temperature 0, more than one response means that the engine's numbers depend on its batches; in training, groups
+-- Meaning: at temperature 0, more than one response means that the engine's results depend on batching; in training, groups
 --   with a single distinct response give no gradient. This query needs no second pass and gives the same result for
 --   every pair.
 SELECT run, step, count(*) AS num_groups, avg(num_unique / num_responses) AS mean_share_unique,
