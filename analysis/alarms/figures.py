@@ -132,7 +132,7 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of consecutive steps for which the mismatch or the gradient norm must exceed its level for an alert to fire."""
+"""Number of consecutive steps for which mismatch or gradient norm must exceed its level before an alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:

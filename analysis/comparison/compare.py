@@ -1,5 +1,3 @@
-"""Compare two runs and find what differs first."""
-
 from __future__ import annotations
 
 import os

@@ -28,7 +28,7 @@ class RunDifference:
     name: str
     """Setting, contract field (`pass.field`), pass or series; empty for other kinds."""
     step: int
-    """First step that differs; for a series, start of the first segment that differs by more than noise."""
+    """First step at which the runs differ; for a series, start of the first segment that differs by more than noise."""
     a: Measured | None
     """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None

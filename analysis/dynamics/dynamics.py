@@ -160,7 +160,7 @@ class Growth:
     """`run` or `last third`."""
     num_steps: int
     slope: float
-    """Per step."""
+    """Change of ln k3 per step."""
     low: float
     """Lower end of the 95% interval of the slope, which accounts for autocorrelation (docs/evidence/intervals.md)."""
     high: float
@@ -216,7 +216,6 @@ class SeriesSummary:
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
-    """Steps with a NaN or infinite value."""
     changes: tuple[ChangePoint, ...]
 
 

@@ -108,7 +108,6 @@ def options_of(framework: Framework) -> dict[str, Any]:
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Format values as arguments of an SQL macro."""
     return ", ".join(literal(value) for value in values)
 
 

@@ -79,8 +79,6 @@ def options_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """A framework's option, for the command line."""
-
     framework: str
     name: str
     type: Any
@@ -114,7 +112,6 @@ def macro_files() -> list[MacroFile[Database]]:
 
 
 def _define(name: str, database: Database) -> None:
-    """Define a framework's macros, after filling in the placeholders of its SQL."""
     module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)

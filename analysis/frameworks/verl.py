@@ -23,7 +23,6 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Values allowed in `rollout_rs`."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
 

@@ -44,7 +44,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a metric; the gate fails if the metric exceeds it over the run, at any step, or over the last steps."""
+    """A bound that the gate places on a metric over the run, at any step, or over the last steps."""
 
     text: str
     source: str
@@ -122,11 +122,9 @@ FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome of one condition."""
-
     condition: str
     metric: str
-    """Full name; `check` for the condition on faults of the comparison."""
+    """Full name of the metric; `check` for the condition `check`."""
     value: float
     """Value over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
@@ -174,7 +172,6 @@ MOST_NULL = 0.5
 """If more than this share of the loss tokens has no logprob, a metric does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
-"""Columns of `stats` that are quantiles of |d|."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""

@@ -48,8 +48,8 @@ _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Metrics of sequence weights, exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""`SequenceColumns.reach`, in nats, above which metrics of sequence weights have no interval. Below it, coverage is as listed in
-TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
+"""`SequenceColumns.reach`, in nats, above which metrics of sequence weights have no interval. Below it, coverage is as
+listed in TAILS; above it, coverage drops to as little as 31% if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -242,8 +242,8 @@ def quantile_cuts(
 ) -> Interval | NoInterval:
     """Return the two probabilities whose quantiles are the ends of a quantile's interval.
 
-    `num_above_N` is the number of tokens above the quantile in each sequence. If too few groups have such a token, the upper probability is 1: the
-    interval ends at the largest value.
+    `num_above_N` is the number of tokens above the quantile in each sequence. If too few groups have such a token, the
+    upper probability is 1: the interval ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:

@@ -1,6 +1,6 @@
 """Formulas of an objective's figures.
 
-A formula takes totals over sequences, which are numbers, or arrays with one element per update or resample.
+The input of a formula is a set of totals over sequences: numbers, or arrays with one element per update or resample.
 Shapes: N sequences.
 """
 
@@ -188,7 +188,6 @@ def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str,
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Add up [N] columns within each of `number` groups."""
     return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 

@@ -14,7 +14,6 @@ from ..statistics.estimators import Array
 from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 
 SIDES = ("positive", "negative")
-"""Sign of the advantage, as in column names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class Differences:
     advantage_T: Array
     """0 if not recorded."""
     counts_T: np.ndarray | None
-    """bool: the token is unmasked and has a finite logprob in every pass; None if all tokens are."""
+    """bool: the token is unmasked and has a finite logprob in every pass; None if true for all tokens."""
     known_T: np.ndarray | None
     """bool: `counts_T`, and the token has an advantage; None if true for all tokens."""
     num_N: Array
@@ -86,7 +85,6 @@ class LossTerms:
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return w f(rho_used) as in the loss, given f(rho_used), [K]."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)

@@ -1,5 +1,3 @@
-"""Measure how the mismatch biases the objective that a run optimizes."""
-
 from __future__ import annotations
 
 import os
@@ -51,7 +49,8 @@ def objective(
     work.
 
     Questions that cannot be answered because data are missing (no advantages, no `current` pass, no trainer or no
-    engine, an unknown loss) are listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    engine, an unknown loss) are listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or
+    DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")

@@ -38,8 +38,6 @@ logprobs of the trainer and of the current policy in the loss; ADVANTAGE: advant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes to read, and what can be computed from them."""
-
     train: str
     rollout: str
     current: str
@@ -88,7 +86,7 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles to read, without those for which another role's pass is the substitute."""
+    """Return the roles whose passes must be read; a role that reuses another role's pass is omitted."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
@@ -96,8 +94,8 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
     """Yield a row for every sequence and inner iteration that went through the loss in `steps`, even without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if the response has tokens and
-    every pass has one logprob per token.
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if
+    the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -130,7 +128,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Values, by kind, of the fields of Loss that neither the trace nor an option sets. The bounds of gspo are from arXiv
+"""Fields of Loss for each kind, used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 

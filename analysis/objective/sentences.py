@@ -1,5 +1,3 @@
-"""Sentences about an objective, by code."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

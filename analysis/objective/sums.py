@@ -40,7 +40,7 @@ mean.
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms, separately by the sign of the advantage; sizes and biases are multiplied by the number of tokens in the term.
+"""Sums over terms, by the sign of the advantage; sizes and biases are multiplied by the number of tokens in the term.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction weight; plain: f(rho_used) - f(rho*);
 applied: w f(rho_used) - f(rho*); unclipped: A (w rho_used - rho*);
@@ -146,7 +146,6 @@ class SequenceSums:
     micro_batches_known: bool
     """True if every sequence has a recorded micro-batch."""
     columns: dict[str, Array]
-    """Sums by name; see COLUMNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +182,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # the sums weight a sequence's one term by its tokens
+    if sides.loss.aggregation == "sequence":  # the sums multiply the term by the number of tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -250,9 +249,9 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor by which the loss multiplies each token's term, or with aggregation `sequence` its one term, [R].
+    """Return the factor by which the loss multiplies each token's term, [R].
 
-    An update whose micro-batches were not recorded is treated as one batch.
+    With aggregation `sequence`, it is the factor of the sequence's single term. An update whose micro-batches were not recorded is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:

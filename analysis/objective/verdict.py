@@ -43,9 +43,9 @@ class Objective(Result):
     num_updates: int
     """Number of updates (one per step and inner iteration); each has a row in `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted in every inner iteration; the divisor of the loss's means."""
+    """Number of sequences that went through the loss, counted once per inner iteration; means divide by it."""
     num_sequences: int
-    """How many of them have an unmasked token with a finite logprob in every pass."""
+    """Number of these that have an unmasked token with a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""

@@ -49,7 +49,7 @@ class Extent:
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Does not include replays outside the pair."""
+    """Number of scores, except those of replays outside the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,6 @@ class Surveyor:
         self._sealed: dict[str, _Counted] = {}
 
     def survey(self, source: Source) -> Extents:
-        """Count the rows. Raises DamagedTrace."""
         files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
             # Files were removed or steps were trained again, so the cached counts are out of date.

@@ -25,13 +25,12 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Terminal height, in lines, from which empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Number of rows below which a section is cut only when all sections are this short."""
+"""Minimum number of rows per section, unless all sections must be cut below it to fit the screen."""
 _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
     def __init__(self, seen: Watched, *, is_screen: bool = False):
-        """Create a view; `is_screen` limits it to the height of the screen."""
         self.seen, self._is_screen = seen, is_screen
         order = {name: place for place, name in enumerate(COLUMNS)}
         self._series = sorted(

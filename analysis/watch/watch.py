@@ -1,5 +1,3 @@
-"""Watch a run while it is being recorded."""
-
 from __future__ import annotations
 
 import os
@@ -118,7 +116,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since data was last recorded, from file times during the run and logged times afterwards."""
+        """Return the seconds since the last record, from file times during the run and logged times afterwards."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -126,7 +124,6 @@ class Watcher:
         return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Return the training rate in steps per minute, and how it was measured."""
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := _rate_of(self._memory.times)) is not None:

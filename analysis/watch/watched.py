@@ -77,7 +77,7 @@ class Watched(Result):
 
     @property
     def shown_steps(self) -> list[int]:
-        """Steps to show, out of those at which a series has a value."""
+        """Selected steps, among those at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
@@ -148,8 +148,8 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
     The smallest value is drawn with the lowest character and the largest with the highest; a constant series is drawn
     with the lowest. A character that covers several steps shows the worst value of a mismatch (smallest ess, mean_d
-    farthest from 0), the largest value of an optimizer, length or policy series, and otherwise the mean. A space marks a
-    missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
+    farthest from 0), the largest value of an optimizer, length or policy series, and otherwise the mean. A space marks
+    a missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
