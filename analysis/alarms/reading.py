@@ -88,7 +88,7 @@ ALARMS = (
     ),
     Alarm(
         who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
-        summary="few tokens carry most of the weight", source="verl docs, rollout correction",
+        summary="a few tokens have most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
@@ -142,7 +142,6 @@ class AlarmReading:
     own: float | None
     """The metric's value at `worst_step`; None if the rule has no single value."""
     is_raised: bool
-    """True if the alert fires at any step."""
     worst_step: int | None
     """Step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
     first_step: int | None = None
@@ -156,8 +155,6 @@ class AlarmReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReadings:
-    """All alert rules, evaluated over a run."""
-
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
     """Published rules whose metric the trace lacks."""
@@ -218,7 +215,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm divided by its median over the 20 steps before",
+        (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:

@@ -129,16 +129,13 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The mismatch along one axis, per non-empty bin."""
+    """The mismatch along one axis, as [B] arrays: number of tokens, mean |d| and rms of d (nats) in each bin."""
 
     start: Array
-    """[B] lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
+    """Lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
     num: np.ndarray
-    """[B] int64, number of tokens."""
     mean_abs_d: Array
-    """[B] mean of |d|, nats."""
     rms_d: Array
-    """[B] root mean square of d, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,6 @@ _Timeline = dict[str, dict[int, Any]]
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield each hyperparameter that differs, at the first step where it does."""
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -110,7 +109,6 @@ def _held(values: Mapping[int, Any], step: int) -> Any:
 
 
 def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield each sampling setting that differs, at the first step where it does."""
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:

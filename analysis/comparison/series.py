@@ -121,7 +121,6 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Yield the differences in prompts, responses, rewards and advantages over the shared steps."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)

@@ -80,7 +80,6 @@ def dynamics(
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    """Keep the changes whose intervals overlap the selected steps."""
     return {
         name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
         for name, changes in changes_of.items()

@@ -116,7 +116,7 @@ def exported_text(exported: Exported) -> str:
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:
-        left_out = f" (without {exported.num_texts:,} logged texts)" if exported.num_texts else ""
+        left_out = f" (without {exported.num_texts:,} logged text values)" if exported.num_texts else ""
         what = f"{exported.num_values:,} values{left_out}"
     then = {
         TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",

@@ -40,8 +40,8 @@ class NemoRl(Framework):
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
-    ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
+    ratio_clip_min: float = option_field(0.2, "Clamp ratios below 1 - E (0.2).", metavar="E", at_least=0)
+    ratio_clip_max: float = option_field(0.2, "Clamp ratios above 1 + E (0.2).", metavar="E", at_least=0)
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
 
     name: ClassVar[str] = "nemo-rl"

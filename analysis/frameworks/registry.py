@@ -68,7 +68,6 @@ def refuse_options(options: dict[str, Any]) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption unless a framework has this name."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"got {name!r}; use one of {', '.join(FRAMEWORKS)}", option="like")
 
@@ -89,7 +88,6 @@ class DeclaredOption:
 
 
 def declared_options() -> list[DeclaredOption]:
-    """Return the options of all frameworks, importing their modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 

@@ -46,9 +46,9 @@ class Trl(Framework):
         "token", "Level of the ratios in the loss (token).", choices=("token", "sequence")
     )
     """One ratio per `token`, or their geometric mean over a `sequence`."""
-    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
+    epsilon: float = option_field(0.2, "Clip ratios below 1 - E (0.2).", metavar="E", at_least=0)
     epsilon_high: float | None = option_field(
-        None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
+        None, "Clip ratios above 1 + E, or for cispo above E (epsilon).", metavar="E", at_least=0
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)

@@ -155,7 +155,6 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Compute each metric again, leaving out one part of the sequences at a time."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1

@@ -24,7 +24,6 @@ _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 class NamedQuery:
     name: str
     summary: str
-    """What the query returns, in one line."""
     unit: str
     source: str
     """Publication or code that the formula comes from."""
@@ -36,7 +35,6 @@ class NamedQuery:
     """Full text of the SQL file, for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
-        """Return the SQL for the passes a and b."""
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 

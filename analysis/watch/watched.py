@@ -91,7 +91,6 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def latest_rows(seen: Watched) -> Rows:
-    """Return one row per step shown, and one column per series."""
     rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
     return Rows(("step", *seen.series), rows)
 
