@@ -28,11 +28,11 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that have no recorded series and are computed from tokens."""
+"""Metrics that are computed from tokens because no series of them is recorded."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 """Sums of each sequence that OF_TOKENS and NOT_FINITE are computed from."""
 NOT_FINITE = "num_not_finite"
-"""Metric: tokens in the loss, per step, whose logprob in either pass is NaN or infinite."""
+"""Metric: number of tokens in the loss per step with a NaN or infinite logprob in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Metrics split by the sign of the advantage, which the loss `ipo` does not log."""
+"""Metrics that are split by the sign of the advantage and not logged with the loss `ipo`."""
 
 
 _OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
@@ -28,12 +28,12 @@ class PrimeRl(Framework):
     """Options of prime-rl's losses that decide which tokens are masked."""
 
     dppo_mask_low: float = option_field(
-        0.2, "Mask larger drops in probability if A <= 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A <= 0 whose probability drops by more than P (0.2).", metavar="P", at_least=0
     )
     dppo_mask_high: float = option_field(
-        0.2, "Mask larger rises in probability if A > 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A > 0 whose probability rises by more than P (0.2).", metavar="P", at_least=0
     )
-    ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
+    ipo_threshold: float | None = option_field(None, "Use the loss ipo with bound P.", metavar="P", at_least=0)
     """`ipo` masks tokens whose probability changes by more than this, up or down. None selects the default loss."""
 
     name: ClassVar[str] = "prime-rl"
@@ -61,7 +61,7 @@ class PrimeRl(Framework):
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
-            f"prime-rl's trainer is the policy inside the loss: with several updates per step, use {option('pair', 'current:rollout')}",
+            f"prime-rl compares rollouts with the current policy: with several updates per step, use {option('pair', 'current:rollout')}",
             *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]
 
