@@ -26,7 +26,8 @@ from .where import part_of_rows, rank_of
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
-    "rewards_constant": ("constant rewards", "every reward is {value:g}, so there is nothing to learn"),
+    "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn"),
+    "rewards_by_prompt": ("rewards do not depend on the response", "in all {num:,} groups, different responses have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
@@ -46,6 +47,7 @@ KINDS = {
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})"),
     "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
+    "advantages_vary": ("advantages vary within responses", "in {num:,} rows the tokens of a response have different advantages, although {setting} gives each response one"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
@@ -59,13 +61,13 @@ KINDS = {
     "tokens_after_end": ("tokens after the end token count in the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
-    "rewards_weighted": ("reward functions have different weights than recorded", "the reward is {explanation}, with different weights than recorded, or with unequal ones where none are recorded"),
+    "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
     "metric_late": ("a logged metric belongs to another step", "{name} equals the mean of the rows {late} one step, at all {num:,} logged steps, and not at its own: values are logged under the wrong step"),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy belongs to the {which} position"),
-    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
 """Code -> title and sentence template, filled with the numbers of the finding."""
@@ -112,7 +114,8 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 
 
 _EXPLAINED_BY = {
-    "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
+    "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"},
 }  # fmt: skip
@@ -225,18 +228,61 @@ def _values(run: _Run) -> Iterator[DataFinding]:
         if 2 * misplaced.sum() > max(by_token.sum(), 8):
             numbers: Numbers = {"num": int(misplaced.sum()), "end": end, "zeros": float(zeros[misplaced].mean())}
             yield run.finding("advantages_misplaced", misplaced, at, _BY_ROW, numbers)
+    declared = next(
+        (
+            f"{name} = {value}"
+            for name, value in run.settings.items()
+            if _IS_ALGORITHM.search(name) and _NAMES_GROUP.search(str(value))
+        ),
+        "",
+    )
+    if declared and (vary := rows["is_per_token"]).any():
+        yield run.finding("advantages_vary", vary, at, _BY_ROW, {"num": int(vary.sum()), "setting": declared})
+    yield from _constant_rewards(run)
     rewards = rows["reward"][np.isfinite(rows["reward"])]
-    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # any other reward then has a probability below 0.1
-        yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": float(rewards[0])}, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of the
     # rewards.
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(rows["is_per_token"], rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(at, units)), 2 * np.abs(rewards).max(initial=0.0))[at]
     medians = [np.median(some) for _, part in _parts(at) if len(some := size[part][size[part] > 0])]
     usual = float(np.quantile(medians, 0.25)) if medians else 0.0
-    if (extreme := (size > bound) & (size > 50 * usual)).any():
+    if (extreme := (size > bound) & (size > 10 * usual)).any():
         numbers = {"largest": float(size.max()), "bound": float(bound[extreme].max()), "usual": usual}
         yield run.finding("advantages_extreme", extreme, at, _BY_STEP, numbers)
+
+
+def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
+    """Find rewards that are equal in the whole run, from a step on, or within every group."""
+    rewards, at = run.rows["reward"], run.at
+    known = np.isfinite(rewards)
+    if known.sum() < 8:
+        return
+    value = float(rewards[known][-1])
+    others = np.flatnonzero(known & (rewards != value))
+    if not len(others):
+        if known.sum() >= 30:  # any other reward then has a probability below 0.1
+            yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": value, "after": ""}, notice=True)
+        return
+    earlier = known & (at <= at[others[-1]])
+    later = known & ~earlier
+    usual = (1 + (rewards[earlier] == value).sum()) / (2 + earlier.sum())
+    if value < rewards[known].max() and later.sum() * np.log(usual) < np.log(1e-6):
+        numbers: Numbers = {"value": value, "after": f" from step {run.steps[at[later].min()]} on"}
+        yield run.finding("rewards_constant", later, at, _BY_STEP, numbers)
+    if not (grouped := known & (run.rows["group"] > 0)).any():
+        return
+    cell = _numbered(run.rows["group"][grouped], at[grouped])
+    several = count_of(cell) > 1
+    spread = np.abs(rewards[grouped] - mean_of(cell, rewards[grouped]))[several]
+    num, share = len(np.unique(cell[several])), np.unique(rewards[known], return_counts=True)[1] / known.sum()
+    # Probability that rewards drawn at random are equal in every group.
+    if (
+        num >= 8
+        and not later.any()
+        and spread.max() == 0
+        and (several.sum() - num) * np.log(share.max()) < np.log(1e-6)
+    ):
+        yield run.finding("rewards_by_prompt", known, at, _BY_GROUP, {"num": num}, notice=True)
 
 
 def _groups(run: _Run) -> Iterator[DataFinding]:
@@ -283,7 +329,18 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
     explain, label = is_grouped and not run.is_per_token, group if is_grouped else at
     length = run.rows["length"][known]
-    rules = {step: rule_of(r[part], a[part], label[part], length[part], explain=explain) for step, part in _parts(at)}
+    parts = [*_parts(at)]
+    rules = {}
+    for place, (step, part) in enumerate(parts):
+        near = {
+            name: r[parts[other][1]]
+            for name, other in (("previous", place - 1), ("next", place + 1))
+            if 0 <= other < len(parts)
+        }
+        near = {
+            f"the rewards of the {name} step": rewards for name, rewards in near.items() if len(rewards) == len(r[part])
+        }
+        rules[step] = rule_of(r[part], a[part], label[part], length[part], near, explain=explain)
     rules = {step: rule for step, rule in rules.items() if rule.name != "none"}
 
     def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
@@ -333,7 +390,9 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     elif name in _OF_OWN:
         yield found(_OF_OWN[name], off, numbers, notice=name != _HALVES)
     elif name:
-        yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
+        yield found(
+            "rewards_of_other_rows" if name.startswith(("rewards", "the rewards")) else "baseline", off, numbers
+        )
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
@@ -396,10 +455,16 @@ def _unequal(
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
     """Find rows with another sign or scale than the others, rows with and without division by the standard deviation,
-    or advantages that follow the previous step's rewards. Returns the same as `_unequal`."""
+    or rows whose advantages are 0. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
+    # No baseline gives 0 to two different rewards of a group.
+    zero = asked & (a == 0)
+    scatter = np.sqrt(mean_of(group[zero], (r[zero] - mean_of(group[zero], r[zero])) ** 2)) if zero.any() else r[zero]
+    zeroed = np.isin(group, group[zero][scatter > 1e-3 * spread[zero]]) & np.isin(group, group[a != 0])
+    if (zero & zeroed).sum() >= 3:
+        return "advantages_mixed", zero, {"rule": "been set to 0 although their rewards differ", "num": int(zero.sum())}
     scales = {"centred": centred, "normalised": centred / np.where(spread > 0, spread, np.nan)}
     if asked.sum() < 30:
         return None
@@ -419,7 +484,7 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         relative, usual = scale_of(given)
         other = asked & (np.abs(relative - 1) >= 0.02)
         factor = float(np.nanmedian(relative[other])) if other.any() else 1.0
-        fits = np.abs(relative[other] / factor - 1) < 0.02
+        fits = np.abs(relative[other] - factor) < 0.02 * abs(factor)
         # A factor that applies to whole steps is reported with its first step.
         within = (mean_of(at, other * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[other]
         is_clear = usual >= 0.5 and other.mean() > 0.05 and fits.mean() > 0.9 and abs(factor - 1) > 0.1
@@ -439,19 +504,6 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         fewer = min(only, key=lambda name: only[name].sum())
         rule = f"{'not ' if fewer == 'centred' else ''}been divided by the group's standard deviation"
         return "advantages_mixed", only[fewer], {"rule": rule, "num": int(only[fewer].sum())}
-    sizes = np.bincount(at)
-    if len(sizes) < 3 or np.ptp(sizes) or any(scale_of(given)[1] > 0.5 for given in scales.values()):
-        return None
-    for given in scales.values():
-        before = np.r_[np.full(sizes[0], np.nan), given[: -sizes[0]]]
-        if _fit(before, a) > 0.99:
-            return (
-                "rewards_of_other_rows", at > 0,
-                {
-                    "explanation": "the rewards of the previous step", "fit": _fit(before, a),
-                    "correlation": _fit(centred, a),
-                },
-            )  # fmt: skip
     return None
 
 
@@ -480,10 +532,18 @@ class AdvantageRule:
     """Scale of the advantages if no usual normalisation by group or batch explains it, else None."""
 
 
-def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
+def rule_of(
+    r: np.ndarray,
+    a: np.ndarray,
+    label: np.ndarray,
+    length: np.ndarray,
+    near: Mapping[str, np.ndarray],
+    *,
+    explain: bool,
+) -> AdvantageRule:
     """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
-    `label`: [N] group labels, in order; `length`: [N] number of response tokens.
+    `label`: [N] group labels, in order; `length`: [N] number of response tokens; `near`: [N] rewards of other steps.
     """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
@@ -502,7 +562,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the group's
     # own, only by rounding.
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
-    others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
+    others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length, near)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
     name = max(fits, key=lambda each: round(fits[each], 3), default="")  # of ties, the first
     # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
@@ -516,7 +576,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
 
 
 def _others(
-    r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray
+    r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray, near: Mapping[str, np.ndarray]
 ) -> dict[str, list[np.ndarray]]:
     """Return rule -> the advantages under it, raw and normalised."""
 
@@ -529,6 +589,7 @@ def _others(
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     rules = {
         BATCH: [r],
+        **{name: normalised(rewards, g) for name, rewards in near.items()},
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
@@ -545,8 +606,11 @@ def _others(
             other, other / spread, other / np.where(of_part > 0, of_part, np.nan),
         ]  # fmt: skip
     for name, by in (("previous", 1), ("next", -1)):
-        other = r - np.roll(means, by)[g]
-        rules[f"the {name} group's mean"] = [other, other / spread]
+        other, of_other = (
+            r - np.roll(means, by)[g],
+            np.roll(np.sqrt(np.bincount(g, (r - means[g]) ** 2) / np.bincount(g)), by)[g],
+        )
+        rules[f"the {name} group's mean"] = [other, other / spread, other / np.where(of_other > 0, of_other, np.nan)]
     for by in (1, -1, 2, -2, 3, -3, 4, -4):
         rules[f"rewards {abs(by)} rows {'later' if by > 0 else 'earlier'}"] = normalised(np.roll(r, -by), g)
     return rules
@@ -830,26 +894,31 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return the weights whose sum gives all rewards, or None."""
+        """Return the weights of the parts and a constant whose sum gives all rewards; None if there are none."""
         known = there & np.isfinite(rewards)
-        found, *_ = np.linalg.lstsq(parts[known], rewards[known], rcond=None)
-        return found if np.abs(parts[known] @ found - rewards[known]).max() < least else None
+        for constant in (0.0, 1.0):
+            columns = np.c_[parts[known], np.full(known.sum(), constant)]
+            found, *_ = np.linalg.lstsq(columns, rewards[known], rcond=None)
+            if np.abs(columns @ found - rewards[known]).max() < least:
+                return found * np.r_[np.ones(len(found) - 1), constant]
+        return None
 
     declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
     everywhere = np.ones(len(reward), bool)
-    if (weights := weights_of(reward)) is not None:
+    if (found := weights_of(reward)) is not None:
+        *weights, constant = (round(float(weight), 3) for weight in found)
         used = np.abs(parts[there]).max(axis=0) > 0
         off = [
             abs(weight - declared.get(name, weight)) > 0.01
-            for weight, name in zip(weights[used], np.array(names)[used], strict=True)
+            for weight, name in zip(np.array(weights)[used], np.array(names)[used], strict=True)
         ]
-        explanation = " + ".join(
-            f"{round(float(weight), 3):g} {name}" for weight, name in zip(weights, names, strict=True)
-        )
-        if any(off) or (not declared and np.ptp(weights[used]) > 0.01):
-            yield run.finding(
-                "rewards_weighted", everywhere, at, _BY_STEP, {"explanation": explanation}, notice=not any(off)
-            )
+        explanation = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
+        explanation += f" + {constant:g}" if constant else ""
+        if any(off) or (not declared and (np.ptp(np.array(weights)[used]) > 0.01 or constant)):
+            recorded = ", ".join(f"{name} {weight:g}" for name, weight in declared.items())
+            contrast = f"but the recorded weights are {recorded}" if declared else "and no weights are recorded"
+            numbers: Numbers = {"explanation": explanation, "contrast": contrast}
+            yield run.finding("rewards_weighted", everywhere, at, _BY_STEP, numbers, notice=not any(off))
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
     tried = {
@@ -1001,8 +1070,18 @@ def _masked(run: _Run) -> Iterator[DataFinding]:
     rows = np.unique(sample.seq[cut])
     stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     if len(rows) > max(3, (stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences) / 2):
-        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
+        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows), "end": "end"}
         yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
+        return
+    first = np.full(sample.num_sequences, len(place))
+    np.minimum.at(first, sample.seq[sample.mask], place[sample.mask])
+    cut = sampled & (place < first[sample.seq]) & (first[sample.seq] < len(place))
+    rows = np.unique(sample.seq[cut])
+    # A prefix that is forced, not sampled, is the same in all rows.
+    is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, len(rows) / 10)
+    if len(rows) > max(3, sample.num_sequences / 2) and is_sampled:
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows), "end": "beginning"}
+        yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers)
 
 
 def _finished(run: _Run) -> Iterator[DataFinding]:

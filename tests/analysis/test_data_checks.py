@@ -184,6 +184,12 @@ def previous(r):
     return (r - np.roll(means, 1)[GROUP]) / spread(r).clip(0.1)
 
 
+def of_other_group(r):
+    """Advantages by the mean and the standard deviation of the group before."""
+    means, sizes = np.bincount(GROUP, r) / IN_GROUP, spread(r, ddof=0)[::IN_GROUP]
+    return (r - np.roll(means, 1)[GROUP]) / np.roll(sizes, 1)[GROUP]
+
+
 HALVES = 2 * GROUP + (np.arange(len(GROUP)) % IN_GROUP >= IN_GROUP // 2)
 
 
@@ -266,6 +272,15 @@ FAULTS = {
     "extreme from 6": ("advantages_extreme", 6, {"advantage": since(6, lambda r: np.where(np.arange(len(r)) == 3, 4000.0, grpo(r)))}),
     "nan rewards": ("not_finite", 7, {"recorded": lambda r, n: np.where((np.arange(len(r)) == 3) & (n > 6), np.nan, r)}),
     "constant rewards": ("rewards_constant", None, {"reward": lambda step, n, draw: np.zeros(len(GROUP))}),
+    "zero rewards from 5": ("rewards_constant", 5, {"reward": lambda step, n, draw: binary(step, n, draw) * (n < 5)}),
+    "rewards by prompt": ("rewards_by_prompt", None, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP]}),
+    "masks that begin late": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= 3 for row in step.responses]}}),
+    "advantages set to 0": ("advantages_mixed", None, {"advantage": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP < 5, 0.0, grpo(r)), "reward": graded}),
+    "advantages of the previous step": ("rewards_of_other_rows", 2, {"advantage": lambda r, n: grpo(binary(None, max(n - 1, 1), np.random.default_rng(max(n - 1, 1))))}),
+    "decaying advantages": ("advantages_vary", None, {"advantage": lambda r, n: [value * 0.9 ** np.arange(length)[::-1] for value, length in zip(grpo(r), lengths_of(n), strict=True)], "hyperparameters": {"adv_estimator": "grpo"}}),
+    "mean and deviation of another group": ("baseline", None, {"advantage": lambda r, n: of_other_group(r), "reward": graded}),
+    "tiny deviation": ("advantages_extreme", None, {"advantage": lambda r, n: np.where(GROUP == 3, 40.0 * (-1) ** np.arange(len(r)), grpo(r))}),
+    "a weight and a constant": ("rewards_weighted", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.5 * parts_of(step)["format"] + 0.3, "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
     "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
@@ -280,6 +295,8 @@ NOTICES = (
     "times length",
     "cut masks",
     "constant rewards",
+    "rewards by prompt",
+    "a weight and a constant",
     "logged length",
     "logged entropy",
 )
@@ -307,7 +324,8 @@ EXPLAINED = {
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
     "halves of the group": _HALVES, "times length": "multiplied by the number of response tokens",
-    "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
+    "mean and deviation of another group": "the previous group's mean", "advantages of the previous step": "the rewards of the previous step",
+    "a weight and a constant": "1 accuracy + 0.5 format + 0.3", "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip
 
 
