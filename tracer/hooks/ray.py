@@ -13,7 +13,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable in which `ray job submit` hands the job's runtime environment to its entrypoint."""
+"""Environment variable in which `ray job submit` passes the job's runtime environment to its entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:

@@ -61,7 +61,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Steps between recordings of optimizer statistics; the first step is always recorded."""
+"""Number of steps between recordings of optimizer statistics; the first step is always recorded."""
 
 
 def _sends_weights(trainer: Any) -> bool:

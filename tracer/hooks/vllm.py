@@ -135,7 +135,8 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that request the logprobs to record, and the caller's own requests; empty if not recorded."""
+        """Return arguments that request the logprobs to record, and the caller's own requests. Both are empty if the
+        call is not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -218,7 +219,6 @@ def has_embeddings(prompts: Any) -> bool:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Count the prompts or conversations in a call."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]

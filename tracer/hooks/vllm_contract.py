@@ -85,7 +85,7 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return the settings behind the offline engine's logprobs."""
+    """Return the settings that determine the offline engine's logprobs."""
     config, model = getattr(llm.llm_engine, "vllm_config", None), getattr(model_runner(llm), "model", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -98,10 +98,10 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the settings behind the serving engine's logprobs, except those that may differ between requests.
+    """Return the settings that determine the serving engine's logprobs, except those that may differ between requests.
 
-    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the caller's changes to its
-    model.
+    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the changes that the caller
+    made to the engine's model.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,

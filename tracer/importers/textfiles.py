@@ -24,7 +24,6 @@ TIMES_AS_JSON = 16
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open for sequential reading, with a buffer that suits long lines."""
     return path.open("rb", buffering=_BUFFER_BYTES)
 
 
@@ -47,19 +46,19 @@ def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines, not damaged"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines and not damaged"
             )
         if line.strip():
             yield number, line
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Return the keys of all objects in a file. Raises ImportFailed."""
     return list(dict.fromkeys(key for _, record, _, _ in _json_objects(filesystem, name) for key in record))
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield a file's objects as rows, without requested columns that it lacks. Raises ImportFailed with the line."""
+    """Yield a file's objects as rows; requested columns that the file lacks are left out. Raises ImportFailed with the
+    line."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)

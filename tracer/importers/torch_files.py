@@ -29,7 +29,6 @@ _MAX_INSIDE = 4
 
 
 def read_pickled(path: Path) -> Any:
-    """Read a torch.save or pickle.dump file of plain values. Raises ImportFailed."""
     return unpickled(whole_content(path), str(path))
 
 
@@ -39,7 +38,7 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: Path) -> bool:
-    """Return True for an empty file or an incomplete zip file, which may still be being written."""
+    """Return True for an empty file or an incomplete zip file, which may still be growing."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -157,7 +156,6 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """Parse a storage's persistent id: dtype, key, number of elements."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
