@@ -296,8 +296,8 @@ _CSV = click.option(
 )  # fmt: skip
 _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
-    help="Print a briefing for further analysis: summary, evidence, suspects that cannot be told apart, and SQL for open "
-    "questions.",
+    help="Print a briefing for further analysis: summary, evidence, suspects that cannot be told apart, and SQL for "
+    "open questions.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 

@@ -94,8 +94,8 @@ _ATTEMPT = Column(
     is_made=True,
 )
 _WRITER = Column(
-    "writer", pa.string(), "name of the process that recorded the row, which has a file in writers/", null="", is_made=True,
-    repeats=True,
+    "writer", pa.string(), "name of the process that recorded the row, which has a file in writers/", null="",
+    is_made=True, repeats=True,
 )  # fmt: skip
 
 
@@ -220,8 +220,8 @@ SCORES_TABLE = Table(
         Column(
             "pad_right",
             pa.int32(),
-            "number of padding tokens after the response in the forward pass, whose width is pad_left + prompt + response + "
-            "pad_right (summed over its rows if they are packed)",
+            "number of padding tokens after the response in the forward pass, whose width is pad_left + prompt + "
+            "response + pad_right (summed over its rows if they are packed)",
             unit="tokens",
         ),
         Column(
@@ -258,7 +258,8 @@ SCORES_TABLE = Table(
 
 METRICS_TABLE = Table(
     name=METRICS,
-    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...` and are recorded at step 0, or at the step at which they change.",
+    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named "
+    "`hyperparameter/...` and are recorded at step 0, or at the step at which they change.",
     columns=(
         Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name, as logged by the framework", null="", repeats=True),

@@ -170,7 +170,7 @@ def own_loss(trainer_class: type) -> str | None:
         module = str(getattr(function, "__module__", ""))
         if function is not own_loss and not module.startswith(TRL_LOSSES):
             return (
-                f"{name_of(trainer_class)} overrides {name} (in {module}), but `objective` and `gradient` use the loss that TRL "
-                "derives from the settings"
+                f"{name_of(trainer_class)} overrides {name} (in {module}), but `objective` and `gradient` use the loss "
+                "that TRL derives from the settings"
             )
     return None

@@ -1,4 +1,4 @@
-"""Import prime-rl and NeMo-RL: JSON Lines of token ids, with a loss mask. The first token in the mask begins the response.
+"""Import prime-rl and NeMo-RL: JSON Lines of token ids and a loss mask, whose first token begins the response.
 
 A prime-rl line is a packed row, which may hold several sequences. NeMo-RL wraps each value in a list of one element.
 

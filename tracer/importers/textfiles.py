@@ -46,7 +46,8 @@ def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines and not damaged"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines "
+                "and not damaged"
             )
         if line.strip():
             yield number, line
