@@ -50,7 +50,7 @@ class Capture:
 
     @property
     def dense(self) -> bool:
-        """True if some sequences keep more than the sampled token's logprob."""
+        """True if more than the sampled token's logprob is recorded for some sequences."""
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:

@@ -20,7 +20,7 @@ from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
 
 CHECKSUM = "checksum"
-"""Name of the checksum field: the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
+"""Name of the checksum field, which holds the XXH3-128 of the other fields, as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Maximum nesting depth of a document, so that recursive readers do not overflow the stack."""

@@ -51,7 +51,7 @@ def options(values: Mapping[str, object]) -> str:
 
 
 class TimTraceError(Exception):
-    """Base of all errors; the message says what is wrong, where, and how to fix it.
+    """Base class of all errors; the message says what is wrong, where, and how to fix it.
 
     >>> error = InvalidOption("got 'hour'; use run or step", option="by")
     >>> str(error), error.message, error.option

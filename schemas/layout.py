@@ -20,7 +20,8 @@ SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SC
 HYPERPARAMETER = "hyperparameter/"
 """Prefix of metrics that hold the run's settings."""
 ROUTING = "_routing"
-"""Prefix of Zarr groups with router choices; the pass name follows. No pass name begins with an underscore."""
+"""Prefix of Zarr groups that hold router choices, followed by the pass name. No pass name begins with an underscore, so
+these groups cannot clash with a pass."""
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"

@@ -207,7 +207,7 @@ _GRPO_OPTIONS = (
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Follow TRL 1.16, GRPOTrainer._compute_loss."""
+    """Interpret the settings as GRPOTrainer._compute_loss does in TRL 1.16."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -240,7 +240,8 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Follow TRL 1.16, RLOOTrainer._compute_loss. The KL term is part of the reward, not of the loss."""
+    """Interpret the settings as RLOOTrainer._compute_loss does in TRL 1.16. The KL term is part of the reward, not of
+    the loss."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),

@@ -35,9 +35,9 @@ class Column:
     """True if the recorder fills in the column. It is not a keyword of Recorder.add_sequences, and imports do not read
     it."""
     is_sampling: bool = False
-    """True for a sampler setting. Differences in these are reported when runs are compared."""
+    """True for a sampler setting; `compare` reports runs that differ in one."""
     is_name: bool = False
-    """True for identifiers: integers are accepted and stored as text."""
+    """True for identifiers, for which integers are accepted and stored as text."""
     takes_flags: bool = False
     """True if booleans are accepted as 1 and 0, for rewards that are pass/fail checks."""
     repeats: bool = False

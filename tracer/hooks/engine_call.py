@@ -1,4 +1,4 @@
-"""Request the logprobs to record from an engine, and return to the caller only the logprobs that it asked for."""
+"""Ask an engine for the logprobs to record, and return to the caller only those that it requested."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def room_for(capture: Capture, given: int) -> int:
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Strip a completion to the logprobs the caller requested, in place; return the engine's full logprobs."""
+    """Reduce a completion, in place, to the logprobs that the caller requested; return the engine's full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)

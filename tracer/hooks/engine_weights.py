@@ -80,7 +80,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """From now on, take digests of all weights sent to this engine, which runs in the trainer's process."""
+        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():

@@ -134,7 +134,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version once. Only the first process (`is_first`) records unsharded tensors."""
+        """Record a policy version's weights, once. Only the first process (`is_first`) records unsharded tensors."""
         if self._version == version:
             return
         self._version = version

@@ -17,7 +17,7 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that workers on a cluster that is already running record too."""
+    """Hook `ray.init`, so that workers are recorded even on a cluster that was already running."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:

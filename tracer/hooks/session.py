@@ -189,7 +189,8 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Run a function that records one part, and return its result; None once that part has ended."""
+        """Run a function that records one part of the data, and return its result; None once recording of that part has
+        ended."""
         if not self.is_recording:
             return None
         with self.guard(part):
@@ -219,7 +220,7 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Print a sentence about data that is not recorded, once, and store it in the trace."""
+        """Print, once, a sentence about data that is not recorded, and store it in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):

@@ -205,7 +205,8 @@ class AsyncTrainerHooks(TrainerHooks):
         self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
         entropy: Any = None, version: int | None = None,
     ) -> None:  # fmt: skip
-        """Record one value per loss term. `version` is the trainer's policy version; None for the engine."""
+        """Record one value per loss term. `version` is the trainer's policy version; None if the engine computed the
+        values."""
         count = len(row.samples)
         forward = None
         if version is not None:

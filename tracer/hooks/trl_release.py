@@ -60,7 +60,7 @@ TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
-SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
+SERVER_URL = Attribute(  # in TRL 0.28 and newer, in older TRL, and in AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )

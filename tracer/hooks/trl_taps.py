@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last hidden states during one scoring call, for the captured rows' distributions."""
+    """Reads the last layer's hidden states during one scoring call, to compute the captured rows' distributions."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows

@@ -353,7 +353,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, but the engine call still has them: all or none.
+            # RLOO discards the engine's logprobs, but the engine call still has them. Use them if no row lacks them.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:

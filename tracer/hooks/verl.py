@@ -272,7 +272,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here, `old_log_probs` copies the rollout; the first logprobs computed in the loss are the trainer's own.
+            # Here, `old_log_probs` is a copy of the rollout's; the first logprobs in the loss are the trainer's own.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)

@@ -251,10 +251,8 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return what is known of each row, as [B, 4] int64 in the order given above.
-
-        None if any row was in no forward pass.
-        """
+        """Return the four numbers listed above for each row, as [B, 4] int64. Return None if any row was in no forward
+        pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]

@@ -205,7 +205,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Strip outputs to what the caller requested; return the engine's logprobs, or None if nothing changed."""
+    """Reduce outputs to what the caller requested; return the engine's full logprobs, or None if nothing was removed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

@@ -81,7 +81,7 @@ class Columns:
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
         cells = filled.to_numpy(zero_copy_only=False)
-        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice keeps its whole batch in memory
+        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
 
@@ -224,7 +224,7 @@ def explained(name: str, format: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     steps: frozenset[int] | None = None
-    """None imports all steps."""
+    """Steps to import; None for all."""
     sample: float = 1.0
     """Share of sequences to import. Sequences are chosen by a hash of their names, so every import selects the same
     ones."""

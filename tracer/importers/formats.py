@@ -1,4 +1,4 @@
-"""The formats that need the least code, a table of all formats, and detection for `auto`."""
+"""The simplest formats, a table of all formats, and detection for `auto`."""
 
 from __future__ import annotations
 

@@ -156,9 +156,10 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, and texts of {format.name} cannot be matched to its sequences: they have no ids, "
-                "the same text can occur several times in a step, and a truncated text looks like a finished one. The "
-                "recording already has their rewards and advantages; to import them anyway, choose another folder"
+                f"{output}: is a recorded run, and the rows of a {format.name} dump cannot be matched to its sequences: "
+                "they have no ids, the same text can occur several times in a step, and a truncated text looks like a "
+                "finished one. The recording already has the rewards and advantages; to import the dump anyway, choose "
+                "another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:

@@ -1,6 +1,7 @@
-"""Import prime-rl and NeMo-RL: JSON Lines of token ids and a loss mask, whose first token begins the response.
+"""Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask.
 
-A prime-rl line is a packed row, which may hold several sequences. NeMo-RL wraps each value in a list of one element.
+The response begins at the first token in the loss mask. A prime-rl line is a packed row, which may hold several
+sequences. NeMo-RL wraps each value in a list of one element.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """

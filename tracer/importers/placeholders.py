@@ -27,7 +27,7 @@ KEPT, HOLES, OPEN = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Number of placeholders that became NULL, by kind."""
+    """Number of placeholders found, by kind."""
 
     clamped: int = 0
     """Number of values of -9999."""

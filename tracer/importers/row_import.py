@@ -119,7 +119,8 @@ class RowImport:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps file columns to trace columns, `passes` columns to passes. Raises ImportFailed."""
+        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes. Raises
+        ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})

@@ -20,7 +20,7 @@ _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
 """Longest accepted line, in bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Parsed JSON takes at most about this many times the memory of its text."""
+"""Approximate upper limit on the memory that parsed JSON takes, as a multiple of the size of its text."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -28,7 +28,8 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the memory."""
+    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the available
+    memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
@@ -132,7 +133,7 @@ def _first_character(file: Any) -> bytes:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    # Python's json has better error messages and also accepts NaN.
+    # Where msgspec fails, Python's json has better error messages and also accepts NaN.
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(text)
     try:

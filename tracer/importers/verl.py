@@ -182,8 +182,8 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S]; None if they are missing, or were replaced by the trainer's
-    (R2)."""
+    """Return the engine's router choices [B, P + T, L, S]; None if they are missing, or if the trainer's choices
+    replaced them (verl's router replay mode R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
