@@ -180,7 +180,6 @@ class WriterState:
     state: str = OPEN
     """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
-    """Why the writer failed; None if it did not."""
     host: str = ""
     boot_id: str | None = None
     """Id of the machine's current boot; None if the system does not provide one."""

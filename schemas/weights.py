@@ -70,7 +70,6 @@ class WeightLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        """Raise ValueError for wrong types."""
         return msgspec.convert(values, cls)
 
 

@@ -41,9 +41,7 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the trace."""
     session: str = ""
-    """Identifies the recording that a process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
@@ -60,7 +58,6 @@ class Order:
 
     @classmethod
     def from_environment(cls) -> Order | None:
-        """Return this process's options; None if it is not being recorded."""
         text = os.environ.get(ENVIRONMENT)
         return cls(**json.loads(text)) if text else None
 

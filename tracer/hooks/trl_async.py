@@ -70,7 +70,6 @@ class AsyncTrainerHooks(TrainerHooks):
             self.session.is_sampled_for_trainer = False
 
     def dataloader(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hook the trainer's sample queue, and the function that packs samples into rows."""
         loader = original(trainer, *args, **kwargs)
         with self.session.guard("the samples of a queue"):
             dataset = getattr(trainer, "_rollout_dataset", None)

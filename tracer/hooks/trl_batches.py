@@ -138,7 +138,6 @@ class PackedSample:
     name: str
     group: str | None
     policy_version: int | None
-    """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
     """Rewards by reward function, with the trainer's weighted sum as `reward`; may be empty."""

@@ -40,8 +40,6 @@ ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client"
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A value read from a trainer."""
-
     gives: str
     """Data that is lost if the attribute is missing."""
     paths: tuple[str, ...]
@@ -71,7 +69,6 @@ GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first path that exists, or None."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -88,7 +85,6 @@ def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
 
 
 def end_tokens(trainer: Any) -> set[int]:
-    """Return the tokens that end a response; empty if unknown."""
     ends = find(trainer, END_TOKENS)
     return set() if ends is None else {ends} if isinstance(ends, int) else {int(token) for token in ends}
 
@@ -164,7 +160,6 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a note if a trainer class overrides TRL's loss, else None."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

@@ -25,8 +25,6 @@ from .session import Session
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One call to the trainer's scoring function."""
-
     logprobs: Any
     """[rows, T] tensor, nats."""
     entropy: Any
@@ -40,8 +38,6 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class TrainRows:
-    """Rows scored by a `train` pass."""
-
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray

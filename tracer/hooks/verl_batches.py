@@ -50,7 +50,6 @@ class Row:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Return a KVBatchMeta's rows, without padding rows."""
     return [
         Row(index=index, key=key, oldest_weights=tag.get("min_global_steps"))
         for index, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))

@@ -101,7 +101,6 @@ class WorkerHooks:
         self._numbers = count()
 
     def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Fetch an update's rows from the TransferQueue, and number them."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
         if told is not None:

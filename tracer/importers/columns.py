@@ -195,7 +195,6 @@ class RowBatch:
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
-    """Size of these rows in the file."""
 
     def place(self, row: int) -> str:
         return f"{self.unit} {self.numbers[row]}"
@@ -230,7 +229,6 @@ class Selection:
     ones."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] bool mask of the selected sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))

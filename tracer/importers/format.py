@@ -171,7 +171,6 @@ class Format:
     """Keys that the first object in the first file must have. They are needed if other formats use the same file names.
     """
     needs: tuple[str, ...] = ()
-    """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass: why the files may lack its logprobs, and how to get them."""
     lines: bool = False

@@ -21,13 +21,10 @@ class WrongValues(Exception):
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
-"""Errors that converting an invalid value can raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Which cells of a column are valid, and how they are converted."""
-
     wants: str
     """Completes the message "each row needs ..."."""
     type: pa.DataType

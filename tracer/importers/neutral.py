@@ -145,8 +145,6 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
-    """The files found at one path, and their file system."""
-
     url: str
     filesystem: fsspec.AbstractFileSystem
     files: tuple[str, ...]

@@ -139,7 +139,6 @@ def num_certain(logprobs: Ragged) -> int:
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
-    """Mark every value as not recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 

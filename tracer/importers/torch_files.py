@@ -23,7 +23,6 @@ BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
-"""Errors that zipfile raises for damaged files."""
 _MAX_INSIDE = 4
 """Maximum nesting depth of files: a pickle may contain another torch.save file as bytes."""
 
@@ -228,8 +227,6 @@ def tensors_in(value: Any) -> dict[str, Any]:
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """Build the allowlist: plain classes, torch's tensors, and the framework's own classes."""
-
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):
             raise NotPlain("malformed storage")
