@@ -1,7 +1,7 @@
-"""The command line: each command makes one call and prints the result.
+"""The command line. Each command makes one API call and prints the result.
 
-stdout is data; stderr is progress and warnings. Exit codes: 0 success, 1 a finding, 2 wrong use or an unreadable trace.
-Heavy modules are imported only when a command runs.
+Data goes to stdout; progress and warnings go to stderr. Exit codes: 0 success, 1 a finding, 2 incorrect usage or an
+unreadable trace. Heavy modules are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SECTIONS = {
     "getting started": {
         "record": "Run a command and record its trainer and vLLM.",
         "import": "Convert another tool's files to a trace.",
-        "diagnose": "Is the comparison valid, what differs, and is it normal?",
+        "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
-        "watch": "Show a run while it is recorded, and its first alerts.",
+        "watch": "Show a run while it is being recorded, with its first alerts.",
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
@@ -64,10 +64,10 @@ SECTIONS = {
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
-        "corrections": "Show what each correction would have cut, and its cost.",
+        "corrections": "Show what each correction would have cut, and at what cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
-        "attribute": "Find whether and when a run collapsed, and the likely cause.",
+        "attribute": "Determine if and when a run collapsed, and the likely cause.",
     },
     "replaying in depth": {
         "triangulate": "Attribute the mismatch to trainer and engine.",
@@ -91,7 +91,6 @@ _damage_told: list[str] = []
 """Damaged or missing parts of the command's traces, one sentence each."""
 
 _left_out: list[str] = []
-"""Notes on columns hidden from printed tables."""
 
 
 @contextmanager
@@ -115,14 +114,14 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
-        # NumPy's warnings about recorded infinities, e.g. in rewards.
+        # NumPy warns about infinities in recorded values such as rewards.
         warnings.filterwarnings("ignore", r"(invalid value|overflow|divide by zero) encountered in ", RuntimeWarning)
         warnings.showwarning = show
         yield
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames: a DuckDB connection that they keep open would print an error at exit."""
+    """Clear an error's frames, which may keep a DuckDB connection open that would print an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -140,7 +139,8 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""From this many response tokens on, `record` computes a run's sums; otherwise, the first query does."""
+"""Minimum number of response tokens for which `record` computes the run's sums. For smaller runs, the first query
+computes them."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -148,7 +148,7 @@ class Commands(click.Group):
     """Command group with sections in its help; prints a TimTraceError as one line and exits with its code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command with -q, and with option defaults in its help."""
+        """Add a command, giving it -q and showing option defaults in its help."""
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
@@ -201,7 +201,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command with every framework's options, one section of its `--help` per framework."""
+    """A command that accepts every framework's options and lists them in one help section per framework."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -246,9 +246,10 @@ class _Form:
     def answer(
         self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
-        """Print a result in this format; `rows` is its table, for CSV.
+        """Print a result in this format; `rows` returns it as a table, for CSV.
 
-        JSON is an object: the result's fields, or its table under `rows`, and the damaged files under `damaged`.
+        JSON output is an object with the result's fields (or its table, under `rows`) and the damaged files (under
+        `damaged`).
         """
         if self.as_json:
             value = json()
@@ -264,9 +265,10 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with NAME_text, NAME_rows or NAME_json of the module named in its `_text`.
+        """Print a result with the functions NAME_text, NAME_rows or NAME_json of the module given in its `_text`.
 
-        `text` and `rows` are extra arguments. Without a NAME_json, the JSON is the result's fields and NAME_sentence.
+        `text` and `rows` are extra arguments for these functions. If the module has no NAME_json, the JSON output
+        contains the result's fields and the text from NAME_sentence.
         """
         module, _, function = found._text.partition(":")
         name, renderers = function.removesuffix("_text"), vars(import_module(module))
@@ -294,7 +296,8 @@ _CSV = click.option(
 )  # fmt: skip
 _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
-    help="Print a brief for further work: story, facts, suspects that cannot be told apart, SQL for each open question.",
+    help="Print a briefing for further analysis: summary, evidence, suspects that cannot be told apart, and SQL for "
+    "open questions.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
@@ -325,7 +328,9 @@ _steps = click.option(
     "--steps", default="all", metavar="STEPS",
     help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several of these separated by commas.",
 )  # fmt: skip
-_pair = click.option("--pair", default="train:rollout", metavar="A:B", help="Passes to compare, d = A - B.")
+_pair = click.option(
+    "--pair", default="train:rollout", metavar="A:B", help="Passes to compare; d = logprob(A) - logprob(B)."
+)
 _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, if the trace has no weights of its own."
 )
@@ -338,7 +343,11 @@ _model_factory = click.option(
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
-    "--confidence", default=0.95, type=float, metavar="C", help="Confidence level of the intervals over groups."
+    "--confidence",
+    default=0.95,
+    type=float,
+    metavar="C",
+    help="Confidence level of the intervals, which are computed over groups.",
 )
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
@@ -383,7 +392,7 @@ _gpus_per_arm = click.option(
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append an example to a command's help; a test runs every one."""
+    """Append examples to a command's help; a test runs all of them."""
 
     def add(command: click.Command) -> click.Command:
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
@@ -416,7 +425,10 @@ def main() -> None:
     help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
 )  # fmt: skip
 @click.option(
-    "--weights-below", default="500MB", metavar="SIZE", help="Largest model whose weights --weights auto records."
+    "--weights-below",
+    default="500MB",
+    metavar="SIZE",
+    help="Size of the largest model whose weights --weights auto records.",
 )
 @click.option(
     "--weights-from", metavar="DIR",
@@ -438,9 +450,9 @@ def main() -> None:
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    Every Python process that COMMAND starts is recorded; its code needs no change. The exit code is COMMAND's. RUN is
-    a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run
-    this command on each node with the same folder.
+    Every Python process that COMMAND starts is recorded; no code changes are needed. The exit code is COMMAND's. RUN
+    is a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. To record a job on
+    several nodes, run this command on each of them with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
@@ -606,7 +618,8 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one over one or more traces.
 
-    Each query's header gives the units, the source of the formula and how to read the result; --sql prints it.
+    Each query begins with a comment on the units, the source of the formula and how to read the result. --sql prints
+    the query with its comment.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
@@ -643,8 +656,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in a finished, writable local trace (sums/ and index/), so that the next call reads
-    no tokens.
+    If the trace is local, writable and finished, the sums of each sequence are stored in it (sums/ and index/), so that
+    the next call does not read tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -663,7 +676,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@click.option("--control", metavar="RUN2", help="Baseline run: same seeds, one thing different.")
+@click.option("--control", metavar="RUN2", help="Baseline run, with the same seeds and one deliberate change.")
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
 )
@@ -671,9 +684,9 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Start here. Runs attribute and check, reports the precision of each side, compares the trace's metrics with
-    published values and alert levels (each under its own definition), and says which questions the replays in the trace
-    answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
+    Start here. Runs attribute and check, reports the precision of each side, and compares the trace's metrics with
+    published values and alert levels, computing each metric as its source defines it. Says which questions the replays
+    in the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
@@ -739,7 +752,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Range of token ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Range of a sequence's geometric mean ratio that geometric keeps.",
+    help="Range that a sequence's geometric mean ratio must be in for geometric to keep it.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
@@ -804,8 +817,8 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score only a random share (below 1) or number of sequences, in whole groups; a larger value in a later call "
-        "extends the sample.",
+    help="Score only a random sample: a share (below 1) or a number of sequences, in whole groups. A larger value in a "
+        "later call extends the sample.",
 )  # fmt: skip
 @_arm_options
 @click.option(
@@ -903,12 +916,12 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option(
-    "--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; default: the recorded settings."
+    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm; default: the recorded settings."
 )
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="The N sequences with the largest mismatch; random:N; or names separated by commas.",
+    help="N for the N sequences with the largest mismatch, random:N for N random ones, or names separated by commas.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
 @click.option(
@@ -1017,7 +1030,9 @@ def weights(
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--control", metavar="RUN2", help="Baseline run: same seeds, one thing different, ideally with an exact engine."
+    "--control",
+    metavar="RUN2",
+    help="Baseline run, with the same seeds and one deliberate change, ideally an exact engine.",
 )
 @_pair
 @_steps
@@ -1049,11 +1064,13 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
-    help="Width of these figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+    help="Width of the exported figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of these figures.")
-@click.option("--title", is_flag=True, help="Put a title above each of these figures.")
-@click.option("--control", metavar="RUN2", help="Baseline run: same seeds, one thing different; see attribute.")
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of the exported figures.")
+@click.option("--title", is_flag=True, help="Put a title above each exported figure.")
+@click.option(
+    "--control", metavar="RUN2", help="Baseline run, with the same seeds and one deliberate change; see attribute."
+)
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
@@ -1119,9 +1136,9 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
-    parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
-    can read either back. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are written
-    offline.
+    parquet: one file with a row per sequence (tokens, the logprobs of each pass, d) and one with the logged values;
+    import parquet reads both. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are
+    written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1166,7 +1183,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
-    """Call a verb with a progress bar; `held_back` suppresses the output of libraries."""
+    """Call an analysis function with a progress bar; `held_back` suppresses the output of libraries."""
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1188,12 +1205,11 @@ def _harmless(line: str) -> str:
 def _say(text: str) -> None:
     _print(printable_lines(text))
     if _left_out:
-        _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
+        _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column; --json and --csv print every digit")
         _left_out.clear()
 
 
 _MOST_TOLD = 4000
-"""Maximum length of a printed error, in characters."""
 
 
 def _one_line(sentence: str) -> str:
@@ -1337,11 +1353,11 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
             f"{holes.certain:,} zeros in all-zero lists were kept because another pass has probability 1 there too"
         )
     if imported.num_above_zero:
-        parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; kept unchanged")
+        parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; they were kept unchanged")
     if imported.ignored_columns:
         parts.append(f"ignored columns: {listed_names(imported.ignored_columns)}")
     if imported.num_known_files:
-        parts.append(f"{imported.num_known_files:,} files were already imported and not read again")
+        parts.append(f"{imported.num_known_files:,} files were already imported and were not read again")
     parts += [f"skipped: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
     of = "" if imported.format == "parquet" else f" of {imported.format}"

@@ -1,5 +1,3 @@
-"""How much of each token's distribution is recorded, and for which sequences."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ class Capture:
     k: int | None = None
     """Number of tokens kept per position at level `topk`, most probable first; None for other levels."""
     fraction: float = 1.0
-    """Share of sequences, from 0 to 1, whose distributions are kept. `logprobs` are kept for all sequences."""
+    """Share of sequences, from 0 to 1, whose distributions are kept. The logprobs of sampled tokens are kept for every
+    sequence."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -51,13 +50,13 @@ class Capture:
 
     @property
     def dense(self) -> bool:
-        """True if some sequences keep more than the sampled token's logprob."""
+        """True if more than the sampled token's logprob is recorded for some sequences."""
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
         """Return True if a sequence's distributions are kept. Every process and run makes the same choice.
 
-        The choice hashes (step, seq_id), so the random state of the training process is unaffected.
+        The choice is a hash of (step, seq_id), so it does not touch the training process's random state.
         """
         if not self.dense:
             return False

@@ -21,13 +21,13 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """A finished file, which never changes again: size, checksums and row range."""
+    """Size, checksums and row range of a finished file, which never changes again."""
 
     num_bytes: int
     hash: str
     """XXH3-128 of the whole file, 32 hexadecimal digits, as printed by `xxhsum -H2`."""
     num_rows: int | None = None
-    """Rows in a table file; None for other files."""
+    """Number of rows in a table file; None for other files."""
     steps: tuple[int, int] | None = None
     """First and last step in a table file; None for other files and empty tables."""
     footer: str | None = None
@@ -72,7 +72,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """Checksums of all blocks so far, concatenated, DIGEST_BYTES each. The last block may be incomplete."""
+        """Concatenated checksums of all blocks so far, DIGEST_BYTES bytes each. The last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 

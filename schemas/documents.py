@@ -20,11 +20,10 @@ from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
 
 CHECKSUM = "checksum"
-"""Name of the checksum field: the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
+"""Name of the checksum field, which holds the XXH3-128 of the other fields, as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
-"""Size limit of a document, in bytes."""
 MAX_DEPTH = 64
-"""Limit on nested values in a document, so that recursive readers do not overflow the stack."""
+"""Maximum nesting depth of a document, so that recursive readers do not overflow the stack."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
@@ -57,7 +56,7 @@ def _check(document: Any, content: bytes) -> None:
     if not isinstance(document, dict):
         raise TypeError(f"it is of type {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # visiting every value would take longer than parsing
+        return  # no value can be invalid, and visiting all of them would take longer than parsing
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
@@ -65,7 +64,7 @@ def _check(document: Any, content: bytes) -> None:
             value.encode()  # raises for a lone surrogate, which cannot be printed
         elif isinstance(value, (dict, list)):
             if depth > MAX_DEPTH:
-                raise ValueError(f"it is nested deeper than {MAX_DEPTH} values")
+                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
             inside = value if isinstance(value, list) else (*value, *value.values())
             waiting += [(depth + 1, item) for item in inside]
 
@@ -83,7 +82,9 @@ def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
     checksum = values.pop(CHECKSUM, None)
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
-        raise DamagedTrace(f"{where}: {lacks}, so {what} was changed or damaged after writing; restore it from a copy")
+        raise DamagedTrace(
+            f"{where}: {lacks}, so {what} was changed or damaged after it was written; restore it from a copy"
+        )
     return values
 
 
@@ -109,9 +110,9 @@ def _first_line(error: Exception) -> str:
 
 FORMAT = "tim-trace"
 FORMAT_VERSION = 2
-"""Version 1 had no checksums, was never released, and is not read."""
+"""Version 1, which had no checksums, was never released and cannot be read."""
 
-_WHAT = "the trace.json of a trace"
+_WHAT = "the manifest of a trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +175,11 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Name of the writer, with which all its file names begin."""
+    """Name of the writer, which is also the prefix of its file names."""
     run_id: str = ""
     state: str = OPEN
     """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
-    """Why the writer failed; None if it did not."""
     host: str = ""
     boot_id: str | None = None
     """Id of the machine's current boot; None if the system does not provide one."""
@@ -197,7 +197,8 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, from 1; resuming a run begins a new one. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers of an attempt; for `tim-trace record`, the prefix of the keys of all its attempts."""
+    """Key shared by all writers of an attempt. For `tim-trace record` itself, the prefix shared by the keys of all its
+    attempts."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Sealed files, by path in the trace."""
     replaced: tuple[str, ...] = ()
@@ -205,9 +206,10 @@ class WriterState:
     journals: tuple[str, ...] = ()
     """Paths of journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Bytes of the incomplete record at the end of each journal that was sealed after its process died."""
+    """For each journal that was sealed after its process died: size in bytes of the incomplete record at the end."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """The imported files at the time of the import, by path in their folder; `num_rows` is the number of lines read."""
+    """The imported files as they were during the import, by path in the imported folder; `num_rows` is the number of
+    lines that were read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Options that later imports into the same trace must repeat."""
     attached_from: str | None = None
@@ -215,7 +217,6 @@ class WriterState:
     is_removed: bool = False
     """True while the writer's files are being removed; readers ignore them."""
     program: tuple[str, ...] = ()
-    """Command line of the process."""
     exit_code: int | None = None
     """Exit code of the recorded command; None except for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
@@ -224,15 +225,15 @@ class WriterState:
     """What could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens in these sequences."""
+    """Number of response tokens in these sequences."""
     num_eval_sequences: int = 0
-    """Evaluation sequences, which num_sequences and num_tokens do not count."""
+    """Number of evaluation sequences, which num_sequences and num_tokens do not include."""
     spent_s: float = 0.0
-    """Seconds that hooks spent in the recorded program's thread, including waiting."""
+    """Time that hooks added to the recorded program's thread, in seconds, including time spent waiting."""
     cpu_s: float | None = None
     """CPU seconds of this process's hooks and writer threads; None until the process ends."""
     waited_s: float = 0.0
-    """Seconds that the recording thread waited for the disk."""
+    """Time that the recorded program spent waiting for the disk, in seconds."""
     model: dict[str, Any] = field(default_factory=dict)
     """The trained model: name, class, config, number of parameters, dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
@@ -265,7 +266,6 @@ def command_exit_code(states: Iterable[WriterState]) -> int | None:
 
 
 def parse_writer_state(content: bytes, where: str) -> WriterState:
-    """Parse writers/<id>.json, ignoring unknown fields. Raises DamagedTrace."""
     what = "a writer's state"
     return as_record(read_document(content, where, what), WriterState, where, what)
 
@@ -275,9 +275,9 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""`packing` of TRL's TreeRow: the samples in a forward pass form a tree of shared prefixes."""
+"""Value of `packing` for TRL's TreeRow, where the samples in a forward pass form a tree of shared prefixes."""
 PACKED_ROWS = "rows"
-"""`packing` of rows concatenated without padding, as with verl's use_remove_padding."""
+"""Value of `packing` for rows that are concatenated without padding, as with verl's use_remove_padding."""
 
 
 def canonical_json(value: Any) -> str:
@@ -295,7 +295,7 @@ def contract_hash(contract: Contract) -> str:
 
 
 def engine_dtype(contract: Contract) -> str | None:
-    """Return a recorded engine's compute dtype under torch's name; None if the contract does not state one."""
+    """Return a recorded engine's compute dtype, named as in torch; None if the contract does not state one."""
     found: Any = contract
     for name in ("config", "model_config", "dtype"):
         found = found.get(name) if isinstance(found, dict) else None

@@ -47,12 +47,11 @@ def option(name: str, value: object = True) -> str:
 
 
 def options(values: Mapping[str, object]) -> str:
-    """Return several options as the caller would write them."""
     return (" " if _speaks_options else ", ").join(option(name, value) for name, value in values.items())
 
 
 class TimTraceError(Exception):
-    """Base of all errors; the message says what is wrong, where, and how to fix it.
+    """Base class of all errors; the message says what is wrong, where, and how to fix it.
 
     >>> error = InvalidOption("got 'hour'; use run or step", option="by")
     >>> str(error), error.message, error.option
@@ -189,13 +188,12 @@ def tell_samples(sentences: Iterable[str]) -> None:
 
 
 def tell_damage(sentences: Iterable[str]) -> None:
-    """Issue a DamageWarning per sentence, attributed to the first caller outside this package."""
     for sentence in sentences:
         warnings.warn(sentence, DamageWarning, stacklevel=_depth())
 
 
 def _depth() -> int:
-    """Return the stacklevel, seen from the caller, of the first frame outside this package."""
+    """Return the stacklevel of the first frame outside this package, counted from the caller."""
     package, depth = __name__.partition(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -1,5 +1,3 @@
-"""File layout of a trace folder."""
-
 from __future__ import annotations
 
 import re
@@ -20,19 +18,21 @@ SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SC
 """Sequence table and score table of each split."""
 
 HYPERPARAMETER = "hyperparameter/"
-"""Prefix of the metrics that are settings of the run."""
+"""Prefix of metrics that hold the run's settings."""
 ROUTING = "_routing"
-"""Prefix of Zarr groups with router choices; the pass name follows. No pass name begins with an underscore."""
+"""Prefix of Zarr groups that hold router choices, followed by the pass name. No pass name begins with an underscore, so
+these groups cannot clash with a pass."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Unfinished files and folders, which readers skip."""
+"""Prefix of unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
-"""Files that reserve disk space."""
+"""Prefix of files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Folders with a complete trace that a new one has replaced."""
+"""Prefix of folders that hold a complete trace which a new one has replaced."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Folders into which a trace is moved before it is replaced; some of its files may still be at the old path."""
+"""Prefix of folders into which a trace is moved before it is replaced; some of its files may still be at the old path.
+"""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Folders in which a trace is being written; they are renamed once the trace is complete."""
+"""Prefix of folders in which a trace is being written; they are renamed once the trace is complete."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -40,7 +40,8 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr. Paths start at the trace."""
+    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr. Paths are relative to the
+    trace."""
 
     writer: str
     number: int
@@ -51,7 +52,6 @@ class Segment:
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """Parse `<writer>-<number>`; return None for any other name."""
         match = _SEGMENT.fullmatch(name)
         return cls(match["writer"], int(match["number"])) if match else None
 
@@ -102,7 +102,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if a file of this name can belong to a tokenizer: no code, no weights, no model config.
+    """Return True if a file of this name can belong to a tokenizer, i.e. is not code, weights or a model config.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)

@@ -20,8 +20,8 @@ from .errors import WrongType
 class LazyPackage(ModuleType):
     """A package whose public functions and classes are imported from other modules on first use.
 
-    Importing a submodule of the same name does not shadow a public name: `analysis.check` is always the function. Use an
-    import statement for the submodule (`from tim_trace.analysis.check import thresholds`).
+    Importing a submodule of the same name does not shadow a public name: `analysis.check` is always the function. To
+    use the submodule, import from it (`from tim_trace.analysis.check import thresholds`).
     """
 
     _sources: Mapping[str, str]
@@ -45,8 +45,8 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during imports, which create no garbage. Otherwise it takes a sixth of the time
-    needed to import torch and transformers."""
+    """Pause the garbage collector during an import, which creates almost no garbage. Collection would account for a
+    sixth of the time needed to import torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -46,7 +46,7 @@ class Loss:
     (GSPO); `sequence_sum`: one per sequence, from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """For ppo_clip, the upper bound minus 1; for cispo, the maximum ratio."""
+    """For ppo_clip, the upper bound of the ratio minus 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
     """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if the loss has none."""
     sapo_temperature_pos: float = 1.0
@@ -59,24 +59,26 @@ class Loss:
     vespo_lambda_neg: float = 2.0
     """k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current` (rho is 1)."""
+    """Pass in the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or `current` (rho
+    is always 1)."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
-    over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
-    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
-    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
-    `sequence`: mean over sequences, which have one term each (level sequence_sum). `constant`: sum over tokens /
-    (sequences * max_tokens).
+    over all tokens in the recorded step, multiplied by the share of the recorded step's micro-batches that are in the
+    optimizer step. `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`:
+    mean over each sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean
+    over sequences. `sequence`: mean over sequences, which have one term each (level sequence_sum). `constant`: sum over
+    tokens / (sequences * max_tokens).
 
-    Only unmasked tokens count. The number of sequences includes those without an unmasked token."""
+    Masked tokens are excluded, but a sequence whose tokens are all masked is still included in the number of sequences.
+    """
     max_tokens: int | None = None
-    """Tokens per sequence that aggregation `constant` divides by; None for other aggregations."""
+    """Number of tokens per sequence by which aggregation `constant` divides; None for other aggregations."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL term, the k3 estimate against the `reference` pass."""
     kl_weighted: bool = False
     """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
     kl_level: str | None = None
-    """`level` of the ratio in the KL term; None if it is the same."""
+    """`level` of the ratio in the KL term; None if it is the same as the loss's `level`."""
     correction: str = "none"
     """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask`
     is r if r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho
@@ -107,12 +109,14 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss clips the ratio. Whether a token is clipped: see analysis.statistics.loss.is_clipped."""
+        """True if the loss clips the ratio. Use analysis.statistics.loss.is_clipped to find out whether a token is
+        clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to record with Recorder.add_hyperparameters, without unchanged settings of other losses."""
+        """Settings to record with Recorder.add_hyperparameters. Settings that only sapo or vespo uses are left out for
+        other losses, unless they were changed from the default."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -203,7 +207,7 @@ _GRPO_OPTIONS = (
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Follow TRL 1.16, GRPOTrainer._compute_loss."""
+    """Interpret the settings as GRPOTrainer._compute_loss does in TRL 1.16."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -236,7 +240,8 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Follow TRL 1.16, RLOOTrainer._compute_loss. The KL term is part of the reward, not of the loss."""
+    """Interpret the settings as RLOOTrainer._compute_loss does in TRL 1.16. The KL term is part of the reward, not of
+    the loss."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),

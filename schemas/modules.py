@@ -19,7 +19,7 @@ _WORDS = (
 """Patterns to search for in tensor names; the first match wins."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys for the number of experts; models use different ones."""
+"""Config keys in which models state the number of experts."""
 
 
 def module_of(name: str) -> str:

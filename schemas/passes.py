@@ -1,5 +1,3 @@
-"""Valid names of passes."""
-
 from __future__ import annotations
 
 import re
@@ -36,7 +34,8 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the passes to compare: train:rollout, else another pass and rollout, else the first two, else None."""
+    """Return the two passes to compare: train:rollout if both exist, else another pass and rollout, else the first two
+    passes. Return None if there are fewer than two."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

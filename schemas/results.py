@@ -31,7 +31,7 @@ def rendered(result: Result, renderer: str) -> str:
 
 
 class Table(Result):
-    """A result with rows, which converts to pandas, Arrow and Polars."""
+    """A result that has rows and can be converted to pandas, Arrow and Polars."""
 
     __slots__ = ()
 
@@ -64,7 +64,6 @@ class Table(Result):
 
 
 _MOST_SHOWN = 100
-"""Number of rows shown in a notebook."""
 
 
 def _cell(value: Any) -> str:

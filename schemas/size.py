@@ -1,5 +1,3 @@
-"""Parse file sizes such as 500MB."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Parse selections of steps such as `2:8` or `-10:`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

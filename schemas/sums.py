@@ -12,7 +12,7 @@ def _count(name: str, doc: str) -> Column:
 
 
 def _sum(name: str, doc: str, unit: str = "") -> Column:
-    return Column(name, pa.float64(), doc, unit=unit, null="no finite token")
+    return Column(name, pa.float64(), doc, unit=unit, null="no token has a finite logprob in both passes")
 
 
 _PAIR = (
@@ -22,17 +22,17 @@ _PAIR = (
 
 SEQUENCE_SUMS = Table(
     name="sequence_sums",
-    doc="One row per (pair, step, sequence, iterations). Sums run over the tokens that count in the loss and have a "
-    "finite logprob in both passes.",
+    doc="One row per (pair, step, sequence, iterations). a and b are a token's logprobs in the two passes, and "
+    "d = a - b. Sums cover the tokens that contribute to the loss and have a finite logprob in both passes.",
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the sequence's step", null=""),
         Column("seq_id", pa.string(), "the sequence", null=""),
-        Column("iteration_a", pa.int32(), "iteration of the row of pass a", null=""),
-        Column("iteration_b", pa.int32(), "iteration of the row of pass b", null=""),
-        _count("num_tokens", "tokens with a finite logprob in both passes"),
-        _count("num_nan", "tokens with NaN in either pass, excluded from sums"),
-        _count("num_inf", "tokens with an infinity and no NaN in either pass, excluded from sums"),
+        Column("iteration_a", pa.int32(), "`iteration` of the row in `scores` for pass a", null=""),
+        Column("iteration_b", pa.int32(), "`iteration` of the row in `scores` for pass b", null=""),
+        _count("num_tokens", "number of tokens with a finite logprob in both passes"),
+        _count("num_nan", "number of tokens with NaN in either pass; excluded from the sums"),
+        _count("num_inf", "number of tokens with an infinite logprob and no NaN; excluded from the sums"),
         _sum("sum_d", "sum of d", "nats"),
         _sum("sum_abs_d", "sum of |d|", "nats"),
         _sum("sum_d2", "sum of d squared", "nats^2"),
@@ -43,21 +43,21 @@ SEQUENCE_SUMS = Table(
         _sum("peak_d", "largest d", "nats"),
         _sum("sum_weight", "sum of exp(d - peak_d)"),
         _sum("sum_weight2", "sum of exp(2 (d - peak_d))"),
-        _count("num_outside", "tokens with exp(d) below 0.8 or above 1.25"),
+        _count("num_outside", "number of tokens with exp(d) below 0.8 or above 1.25"),
         _sum("sum_prob_diff", "sum of |exp(a) - exp(b)|"),
         _sum("max_prob_diff", "largest |exp(a) - exp(b)|"),
         _sum("peak_a", "largest a", "nats"),
         _sum("peak_b", "largest b", "nats"),
         _sum("mean_fall_a", "mean of exp(a - peak_a) - 1"),
         _sum("mean_fall_b", "mean of exp(b - peak_b) - 1"),
-        _sum("spread_prob_a", "sum of (exp(a) - its mean) squared"),
-        _sum("spread_prob_b", "sum of (exp(b) - its mean) squared"),
-        _sum("spread_prob_ab", "sum of (exp(a) - its mean) (exp(b) - its mean)"),
+        _sum("spread_prob_a", "sum of squared deviations of exp(a) from its mean"),
+        _sum("spread_prob_b", "sum of squared deviations of exp(b) from its mean"),
+        _sum("spread_prob_ab", "sum over tokens of the product of both deviations"),
     ),
 )
 
 _CUTS = (
-    _count("num_tokens", "tokens in the quantiles"),
+    _count("num_tokens", "number of tokens from which the quantiles were computed"),
     _sum("p50_abs_d", "median of |d|", "nats"),
     _sum("p95_abs_d", "95th percentile of |d|", "nats"),
     _sum("p99_abs_d", "99th percentile of |d|", "nats"),
@@ -77,7 +77,7 @@ STEP_HISTOGRAMS = Table(
         *_PAIR,
         Column("step", pa.int64(), "the step", null=""),
         Column("bin", pa.int32(), "upper 21 bits of |d| as a double: sign, exponent and 9 bits of the mantissa; 0: |d| = 0", null=""),
-        _count("num_tokens", "tokens in the bin"),
+        _count("num_tokens", "number of tokens in the bin"),
     ),
 )  # fmt: skip
 
@@ -87,15 +87,17 @@ RUN_QUANTILES = Table(
     columns=(
         *_PAIR,
         *_CUTS,
-        Column("quantile_error", pa.float64(), "bound on the relative error of the quantiles: 0 if exact, 2^-10 from histograms", null=""),
+        Column("quantile_error", pa.float64(), "bound on the relative error of the quantiles: 0 if exact, 2^-10 if computed from histograms", null=""),
     ),
 )  # fmt: skip
 
 _STATISTICS = (
-    Column("num_sequences", pa.int64(), "sequences with at least one comparable token", unit="sequences", null=""),
-    _count("num_tokens", "tokens with a finite logprob in both passes"),
-    _count("num_nan", "tokens with NaN in either pass"),
-    _count("num_inf", "tokens with an infinity and no NaN in either pass"),
+    Column(
+        "num_sequences", pa.int64(), "number of sequences with at least one finite token", unit="sequences", null=""
+    ),
+    _count("num_tokens", "number of tokens with a finite logprob in both passes"),
+    _count("num_nan", "number of tokens with NaN in either pass"),
+    _count("num_inf", "number of tokens with an infinite logprob and no NaN in either pass"),
     _sum("k1", "mean of -d", "nats"),
     _sum("k2", "mean of d squared / 2", "nats^2"),
     _sum("k3", "mean of exp(d) - 1 - d", "nats"),

@@ -27,15 +27,17 @@ class Column:
     alignment: str = "one value per row"
     """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL; empty for a required column. Files from older releases may lack the other columns."""
+    """Meaning of NULL; empty for a required column. Files from older releases may lack any column that is not required.
+    """
     keyword: str = ""
     """Keyword of Recorder.add_sequences for this column, if it differs from the column's name."""
     is_made: bool = False
-    """True if the recorder fills in the column; it is neither a keyword nor imported."""
+    """True if the recorder fills in the column. It is not a keyword of Recorder.add_sequences, and imports do not read
+    it."""
     is_sampling: bool = False
-    """True for a sampler setting. Differences in these are reported when runs are compared."""
+    """True for a sampler setting; `compare` reports runs that differ in one."""
     is_name: bool = False
-    """True for identifiers: integers are accepted and stored as text."""
+    """True for identifiers, for which integers are accepted and stored as text."""
     takes_flags: bool = False
     """True if booleans are accepted as 1 and 0, for rewards that are pass/fail checks."""
     repeats: bool = False
@@ -60,7 +62,8 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch with NULLs for columns that older releases lacked; None for another table's batch."""
+        """Return the batch with NULLs for columns that older releases lacked; None if the batch belongs to another
+        table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -85,14 +88,14 @@ _SEQ_ID = Column(
 _ATTEMPT = Column(
     "attempt",
     pa.int32(),
-    "training attempt that wrote the row, from 1: a run resumed from a checkpoint repeats some steps. Views "
-    "show the newest attempt of each step",
+    "training attempt that wrote the row, from 1. A run resumed from a checkpoint repeats some steps; views show "
+    "only the newest attempt of each step",
     null="not recorded in training, or written by an older release",
     is_made=True,
 )
 _WRITER = Column(
-    "writer", pa.string(), "name of the process that recorded the row: a file in writers/", null="", is_made=True,
-    repeats=True,
+    "writer", pa.string(), "name of the process that recorded the row, which has a file in writers/", null="",
+    is_made=True, repeats=True,
 )  # fmt: skip
 
 
@@ -122,15 +125,20 @@ SEQUENCES_TABLE = Table(
             is_name=True,
             repeats=True,
         ),
-        Column("policy_version", pa.int64(), "number of optimizer updates in the sampling weights", unit="updates"),
+        Column(
+            "policy_version",
+            pa.int64(),
+            "number of optimizer updates already applied to the sampling weights",
+            unit="updates",
+        ),
         Column("prompt_ids", TOKENS, "token ids of the prompt", alignment="one element per prompt token"),
         Column("response_ids", TOKENS, "token ids of the response", alignment=PER_RESPONSE_TOKEN, null=""),
         Column(
             "response_mask",
             FLAGS,
-            "true if the token counts in the loss; false for tool output and masked parts",
+            "true if the token contributes to the loss; false for tool output and other masked tokens",
             alignment=PER_RESPONSE_TOKEN,
-            null="every response token counts",
+            null="every response token contributes to the loss",
         ),
         Column("num_prompt_tokens", pa.int32(), "length of prompt_ids", unit="tokens", is_made=True),
         Column("num_response_tokens", pa.int32(), "length of response_ids", unit="tokens", null="", is_made=True),
@@ -143,7 +151,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "rewards",
             REWARDS,
-            "value of each reward function; NaN if it returned none",
+            "value of each reward function; NaN if the function returned none",
             alignment="one entry per reward function",
         ),
         Column("advantage", pa.float64(), "advantage, if one value applies to the whole response", takes_flags=True),
@@ -179,8 +187,8 @@ SCORES_TABLE = Table(
         Column(
             "pass",
             pa.string(),
-            "`rollout` (returned by the engine), `train` (trainer, at the sampling weights), "
-            "`current` (inside the loss), `reference` (of the KL term), or `replay/<arm>`",
+            "`rollout` (returned by the engine), `train` (computed by the trainer with the sampling weights), "
+            "`current` (computed in the loss), `reference` (reference model of the KL term), or `replay/<arm>`",
             null="",
             repeats=True,
         ),
@@ -189,11 +197,16 @@ SCORES_TABLE = Table(
         Column(
             "iteration",
             pa.int32(),
-            "number of earlier uses of the sequence in the loss; 0 for all passes but `current`",
+            "number of times the sequence was already used in the loss; 0 for all passes except `current`",
             null="",
         ),
-        Column("policy_version", pa.int64(), "number of optimizer updates in the scoring weights", unit="updates"),
-        Column("contract", pa.string(), "hash of the pass's contract: a file in passes/", repeats=True),
+        Column(
+            "policy_version",
+            pa.int64(),
+            "number of optimizer updates already applied to the scoring weights",
+            unit="updates",
+        ),
+        Column("contract", pa.string(), "hash of the pass's contract, which is stored in passes/", repeats=True),
         _score(
             "logprobs",
             "log-probability of each sampled token, as the framework computed it; an element is NULL if the pass has no logprob for the token (tool output, masked parts)",
@@ -201,14 +214,14 @@ SCORES_TABLE = Table(
         _score("entropy", "entropy of the token's distribution"),
         _score("top2_gap", "logprob of the most probable token minus that of the second most probable"),
         Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward pass"),
-        Column("forward_row", pa.int32(), "index of the row in its forward, from 0"),
-        Column("forward_rows", pa.int32(), "number of rows in the forward", unit="rows"),
-        Column("pad_left", pa.int32(), "number of padding tokens before the prompt in the forward", unit="tokens"),
+        Column("forward_row", pa.int32(), "index of the row in its forward pass, from 0"),
+        Column("forward_rows", pa.int32(), "number of rows in the forward pass", unit="rows"),
+        Column("pad_left", pa.int32(), "number of padding tokens before the prompt in the forward pass", unit="tokens"),
         Column(
             "pad_right",
             pa.int32(),
-            "number of padding tokens after the response in the forward; its width is pad_left + prompt + response + pad_right, summed "
-            "over packed rows",
+            "number of padding tokens after the response in the forward pass, whose width is pad_left + prompt + "
+            "response + pad_right (summed over its rows if they are packed)",
             unit="tokens",
         ),
         Column(
@@ -245,13 +258,14 @@ SCORES_TABLE = Table(
 
 METRICS_TABLE = Table(
     name=METRICS,
-    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...`, at step 0 or at the step where a new value takes effect.",
+    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named "
+    "`hyperparameter/...` and are recorded at step 0, or at the step at which they change.",
     columns=(
         Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name, as logged by the framework", null="", repeats=True),
         Column("value", pa.float64(), "the value; may be NaN", null="the value is not a number: see text"),
         Column("text", pa.string(), "the value, if it is not a number", null="the value is a number or None"),
-        Column("logged_at", pa.timestamp("us", tz="UTC"), "when it was recorded"),
+        Column("logged_at", pa.timestamp("us", tz="UTC"), "when the value was recorded"),
         _ATTEMPT,
         _WRITER,
     ),
@@ -259,14 +273,14 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): digests of the trainer's and the engine's tensor when the engine began sampling "
-    "for the step. Digests are 64-bit and computed in `dtype`; identical bits give identical digests.",
+    doc="One row per (step, tensor): digests of the tensor in the trainer and in the engine when the engine began "
+    "sampling for the step. Digests are 64-bit and computed in `dtype`; identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
             "policy_version",
             pa.int64(),
-            "number of optimizer updates in the trainer's weights",
+            "number of optimizer updates already applied to the trainer's weights",
             unit="updates",
             null="",
         ),
@@ -275,7 +289,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             "dtype",
             pa.string(),
             "the engine's compute dtype; all tensors are rounded to it before hashing",
-            null="the tensor's own dtype: the engine is in another process",
+            null="each tensor was hashed in its own dtype, because the engine runs in another process",
             repeats=True,
         ),
         _digest(
@@ -287,7 +301,7 @@ ENGINE_WEIGHTS_TABLE = Table(
         _digest("given", "digest of the tensor last sent to the engine since the previous step", "none was sent"),
         _digest(
             "held",
-            "digest of the engine's tensor, split from fused parameters",
+            "digest of the engine's tensor; fused parameters are split first",
             "not read, or not found among the engine's parameters",
         ),
         Column(
@@ -303,7 +317,8 @@ ENGINE_WEIGHTS_TABLE = Table(
 )
 
 _EVAL_STEP = replace(
-    _STEP, doc="number of optimizer updates in the evaluated weights: global_step (0 before the first)"
+    _STEP,
+    doc="number of optimizer updates already applied to the evaluated weights, i.e. global_step (0 before the first)",
 )
 
 EVAL_SEQUENCES_TABLE = replace(
@@ -316,8 +331,8 @@ EVAL_SEQUENCES_TABLE = replace(
 EVAL_SCORES_TABLE = replace(
     SCORES_TABLE,
     name=EVAL_SCORES,
-    doc="One row per (pass, step, evaluation sequence), with the columns of `scores`; `contract` is NULL: the pass's training "
-    "contract applies.",
+    doc="One row per (pass, step, evaluation sequence), with the columns of `scores`; `contract` is NULL, because "
+    "the contract of the same pass in training applies.",
 )
 
 TABLES = {

@@ -30,7 +30,7 @@ class StoredTensor:
     name: str
     """The tensor's key in the model's state_dict."""
     dtype: str
-    """torch's name, such as `bfloat16`."""
+    """dtype as named in torch, such as `bfloat16`."""
     shape: tuple[int, ...]
     """Shape of the tensor, or of this writer's shard of it."""
     start: int
@@ -54,7 +54,7 @@ class WeightLayout:
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Elements per row in the segment's arrays, by dtype."""
+        """Number of elements per row in the segment's arrays, by dtype."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -70,13 +70,12 @@ class WeightLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        """Raise ValueError for wrong types."""
         return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of one writer's weights. Its file is written after all of its chunks."""
+    """One version of one writer's weights. This record is written after all chunks of the version."""
 
     version: int
     """Policy version: the number of optimizer updates that led to these weights."""
@@ -123,7 +122,6 @@ class WeightVersion:
 
 
 def parse_weight_version(content: bytes, where: str) -> WeightVersion:
-    """Parse a version's file. Raises DamagedTrace."""
     what = "a version of weights"
     return as_record(read_document(content, where, what), WeightVersion, where, what)
 

@@ -163,8 +163,11 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
             "map: 'score' cannot be mapped to 'prize'; the columns of a trace are step, seq_id, .*response_ids, "
             ".*finish_reason",
         ),
-        (["score=reward"], r"the columns reward and score both map to 'reward'; leave one out with reward="),
-        (["score=top_p", "uid=top_p"], "the columns score and uid both map to 'top_p'; leave one out with score="),
+        (["score=reward"], r"the columns reward and score both map to 'reward'; skip one with the mapping reward="),
+        (
+            ["score=top_p", "uid=top_p"],
+            "the columns score and uid both map to 'top_p'; skip one with the mapping score=",
+        ),
         (["score"], "map: got 'score'; give theirs=ours, for example completion_ids=response_ids"),
         (["=reward"], "map: got '=reward'; give theirs=ours"),
         (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'; map it once"),

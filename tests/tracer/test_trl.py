@@ -563,7 +563,7 @@ def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
 def test_a_trainer_with_other_functions_is_named():
     run = train("--trainer", "other", "--steps", "2", capture="logprobs")
     for said in (run.done.stderr, *info(str(run.trace)).missing):
-        assert "a trainer of module trainers is not recorded: other.<locals>.PolicyTrainer" in said
+        assert "trainer other.<locals>.PolicyTrainer of module trainers is not recorded" in said
         assert "it has no _generate_and_score_completions" in said
     assert "no process trained" not in run.done.stderr
 

@@ -1,4 +1,4 @@
-"""Engine calls: request the logprobs to record, and hand the caller only those it asked for."""
+"""Ask an engine for the logprobs to record, and return to the caller only those that it requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""`max_logprobs` above any vocabulary size. vLLM's own "no limit", -1, turns other engine features off."""
+"""Value of `max_logprobs` that exceeds any vocabulary size. vLLM's own value for "no limit", -1, disables other engine
+features."""
 
 DELTA = "DELTA"
 """vLLM's output kind that streams only new tokens. vLLM loses flat logprobs when it merges such outputs."""
@@ -33,7 +34,8 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return `params`, or a copy that also requests the logprobs to record, and distributions for `capture`."""
+    """Return `params` if it already requests the logprobs to record and the distributions for `capture`, else a copy
+    that does."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
@@ -54,7 +56,7 @@ def room_for(capture: Capture, given: int) -> int:
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Strip a completion to the logprobs the caller requested, in place; return the engine's full logprobs."""
+    """Reduce a completion, in place, to the logprobs that the caller requested; return the engine's full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -64,7 +66,6 @@ def cut_down(completion: Any, requested: Requested) -> Any:
 
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
-    """Return each sampled token's logprob; NaN stays NaN."""
     if hasattr(logprobs, "start_indices"):  # in vLLM's flat container, the sampled token comes first at each position
         return [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
@@ -170,19 +171,16 @@ class EngineCall:
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:
-        """Return each completion's sampled logprobs; None if the engine returned none."""
         return [
             None if given is None else sampled_logprobs(given, completion.token_ids)
             for completion, given in zip(self.completions, self.engine_logprobs, strict=True)
         ]
 
     def captured(self) -> list[int]:
-        """Return the indices of completions whose distributions were requested and returned."""
         asked = [self.requested[prompt].captured for prompt in self.prompt_of]
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Concatenate these completions' distributions; None if they have none."""
         given = [distribution(self.engine_logprobs[row], self.capture) for row in rows]
         parts = [part for part in given if part is not None]
         if not parts:

@@ -21,11 +21,11 @@ CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 _ROW_BYTES = 256
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Distinct values in an 8-bit dtype; a row with more was not quantised to 8 bits."""
+"""Number of distinct values in an 8-bit dtype; a row with more distinct values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""A copy is coarsely rounded if its original has at least this many times as many distinct values per row."""
+"""Minimum ratio of distinct values per row, original to copy, for the copy to be considered coarsely rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine between copy and original, in standard deviations for unrelated rows."""
+"""Minimum cosine between copy and original, in standard deviations of the cosine between unrelated rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -80,7 +80,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """From now on, take digests of all weights sent to this engine, which runs in the trainer's process."""
+        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():
@@ -119,7 +119,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield tensors gathered from a sharded trainer unchanged, taking their digests as the trainer's."""
+        """Yield tensors gathered from a sharded trainer unchanged, and record their digests as the trainer's."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -183,7 +183,7 @@ class EngineWeights:
         return columns | {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the engine's own copy; empty if it is not due at this version."""
+        """Return digests of the engine's own copy; empty if the copy is not due to be read at this version."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -219,12 +219,12 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Fetch digests from the device, as integers by tensor name."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in any row of `coarse`; None if it is not a rounded copy of `own`."""
+    """Return the largest number of distinct values in any row of `coarse`; None if `coarse` is not a rounded copy of
+    `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -69,7 +69,6 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return the layers with an unmerged adapter, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
@@ -119,7 +118,6 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """Map a name in a transformers checkpoint to the vLLM model's name."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
     # Mappers that stack parameters return the fused name, but the lookup needs the separate ones.
@@ -136,7 +134,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version once. Only the first process (`is_first`) records unsharded tensors."""
+        """Record a policy version's weights, once. Only the first process (`is_first`) records unsharded tensors."""
         if self._version == version:
             return
         self._version = version
@@ -158,7 +156,7 @@ def keeps_weights(session: Any, model: Any) -> bool:
     num_bytes = sum(num_elements(parameter) * parameter.element_size() for parameter in model_parameters(model))
     if order.weights == "auto" and num_bytes > order.weights_below:
         session.note(
-            f"weights are not recorded: the model's {num_bytes / 1e9:.2f} GB exceed --weights-below "
+            f"weights are not recorded: they take up {num_bytes / 1e9:.2f} GB, more than --weights-below "
             f"{order.weights_below / 1e9:g}GB; {_REMEDY}"
         )
         return False
@@ -197,7 +195,7 @@ def numerics(model: Any) -> dict[str, Any]:
 def fsdp_casts(model: Any) -> dict[str, str]:
     """Return the dtypes that FSDP's mixed precision casts to: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
 
-    Only configured casts are included, so the result is empty without FSDP. Autocast is separate.
+    Only configured casts are included, so the result is empty without FSDP. Autocast is not included.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -217,7 +215,6 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Count parameters by dtype."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
@@ -225,7 +222,6 @@ def dtypes(model: Any) -> dict[str, int]:
 
 
 def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's identity, as stored in the trace."""
     counts = dtypes(model)
     return {
         "name": name,

@@ -12,7 +12,7 @@ _MISSING = object()
 Original = Callable[..., Any]
 """A library function, as it was before wrapping."""
 Points = Mapping[str, tuple[str, str]]
-"""By library function: the method that hooks it, and the data recorded from its calls."""
+"""For each library function: the method that hooks it, and the data recorded from its calls."""
 
 
 class Patches:

@@ -13,11 +13,11 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable in which `ray job submit` hands the job's runtime environment to its entrypoint."""
+"""Environment variable in which `ray job submit` passes the job's runtime environment to its entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that workers on a cluster that is already running record too."""
+    """Hook `ray.init`, so that workers are recorded even on a cluster that was already running."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Variable in which `tim-trace record` hands recording options to its child processes."""
+"""Environment variable in which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """First folder on PYTHONPATH in every recorded process."""
@@ -41,16 +41,13 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the trace."""
     session: str = ""
-    """Identifies the recording that a process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
     """`delta`, `none`, or `auto`: `delta` for models up to `weights_below` bytes, `none` for larger ones."""
     weights_below: int = 500_000_000
     routing: bool = False
-    """Record the router choices of mixture-of-experts models."""
     engine_weights: str = "given"
     """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
@@ -61,7 +58,6 @@ class Order:
 
     @classmethod
     def from_environment(cls) -> Order | None:
-        """Return this process's options; None if it is not being recorded."""
         text = os.environ.get(ENVIRONMENT)
         return cls(**json.loads(text)) if text else None
 
@@ -82,7 +78,7 @@ class Session:
         self.is_sampled_for_trainer = False
         """True while a trainer records the samples that this process's engines generate."""
         self.num_engine_steps = 0
-        """Last step of engines without a trainer; 0 before the first one."""
+        """Number of the last step of engines without a trainer; 0 before the first step."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -92,7 +88,7 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Why the trace is no longer written: it could not be opened, or its file system stalled."""
+        """Why the trace is no longer being written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -130,7 +126,7 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Number the next call, or the next wave of requests, to an engine without a trainer."""
+        """Return the step number for the next call, or the next wave of requests, to an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
@@ -190,7 +186,8 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Run a function that records one part, and return its result; None once that part has ended."""
+        """Run a function that records one part of the data, and return its result; None once recording of that part has
+        ended."""
         if not self.is_recording:
             return None
         with self.guard(part):
@@ -220,14 +217,13 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Print a sentence about data that is not recorded, once, and store it in the trace."""
+        """Print, once, a sentence about data that is not recorded, and store it in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
                 self.recorder.writer.note(sentence)
 
     def tell(self, sentence: str) -> None:
-        """Print a sentence on stderr, once."""
         if sentence not in self._told:
             self._told.add(sentence)
             say(sentence)
@@ -266,7 +262,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""By module: the file in this package, and the function in it, that hook the module on import."""
+"""For each module: the file in this package and the function in it that hook the module when it is imported."""
 
 
 def activate() -> Session | None:

@@ -22,8 +22,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class TrainerClasses:
-    """Hooks a trainer class when its first trainer is constructed."""
-
     def __init__(self, session: Session, patches: Patches):
         self._session = session
         self._patches = patches
@@ -92,7 +90,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's vLLM clients, for the tensors that they gather or send and for a server's logprobs."""
+    """Hook TRL's vLLM clients, to read the tensors that they gather or send and the logprobs that a server returns."""
 
     def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))

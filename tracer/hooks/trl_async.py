@@ -1,6 +1,6 @@
 """Record TRL's AsyncGRPO trainers.
 
-Samples come from a queue, several are packed into a row, and the loss uses the engine's logprobs as old logprobs.
+Samples come from a queue and are packed into rows. The loss uses the engine's logprobs as old logprobs.
 
 Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
 """
@@ -53,17 +53,14 @@ class SampleQueue:
         return sample
 
     def version(self, input_ids: Any) -> int | None:
-        """Return the version of the weights that generated these tokens; None if unknown."""
         return self._versions.get(id(input_ids))
 
 
 class AsyncTrainerHooks(TrainerHooks):
-    """Hooks for a trainer whose samples come from a queue."""
-
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """By trainer and weight version: the number of optimizer updates in those weights."""
+        """For each trainer and weight version: the number of optimizer updates already applied to those weights."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -73,7 +70,6 @@ class AsyncTrainerHooks(TrainerHooks):
             self.session.is_sampled_for_trainer = False
 
     def dataloader(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hook the trainer's sample queue, and the function that packs samples into rows."""
         loader = original(trainer, *args, **kwargs)
         with self.session.guard("the samples of a queue"):
             dataset = getattr(trainer, "_rollout_dataset", None)
@@ -113,7 +109,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember how many optimizer updates are in the weights that the engine receives."""
+        """Remember how many optimizer updates had been applied to the weights that the engine receives."""
         # An adapter that is sent to the engine as a file has no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
@@ -208,7 +204,8 @@ class AsyncTrainerHooks(TrainerHooks):
         self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
         entropy: Any = None, version: int | None = None,
     ) -> None:  # fmt: skip
-        """Record one value per loss term. `version` is the trainer's policy version; None for the engine."""
+        """Record one value per loss term. `version` is the trainer's policy version; None if the engine computed the
+        values."""
         count = len(row.samples)
         forward = None
         if version is not None:

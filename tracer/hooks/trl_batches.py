@@ -58,7 +58,6 @@ def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
 
 
 def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
-    """Return the recorded rows that a loss is computed from; None if they were not recorded."""
     keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
     if keys is None or not len(keys):
         return None
@@ -127,34 +126,29 @@ def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | N
 
 
 def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Attention mask [B, width] of right-padded rows."""
     return np.arange(width)[None, :] < lengths[:, None]
 
 
 def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Attention mask [B, width] of left-padded rows."""
     return np.arange(width)[None, :] >= width - lengths[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """One sample in a packed row."""
-
     name: str
     group: str | None
     policy_version: int | None
-    """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """By reward function, with the trainer's weighted sum as `reward`; may be empty."""
+    """Rewards by reward function, with the trainer's weighted sum as `reward`; may be empty."""
     ids: np.ndarray
     """[tokens] int32, prompt and response."""
     mask: np.ndarray
-    """[tokens] uint8: 1 where the token counts in the loss."""
+    """[tokens] uint8: 1 where the token contributes to the loss."""
 
     @property
     def first(self) -> int:
-        """Index of the first response token, which is the first that counts in the loss."""
+        """Index of the first response token, i.e. the first token that contributes to the loss."""
         counted = self.counted
         return int(counted[0]) if len(counted) else len(self.ids)
 

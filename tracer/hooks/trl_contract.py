@@ -16,12 +16,15 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings behind the trainer's logprobs. `source`: `recomputed`, or `loss` if computed in the loss."""
+    """Return the settings that determine the trainer's logprobs.
+
+    `source` is `recomputed` for a separate forward pass, or `loss` for logprobs computed in the loss.
+    """
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 
 def packed_contract(trainer: Any) -> Contract:
-    """Return the settings behind a loss over packed rows, which store a shared prefix once."""
+    """Return the settings that determine a loss over packed rows, in which a shared prefix is stored once."""
     contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
     none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
     return contract | none | {"packing": PREFIX_TREE}
@@ -66,7 +69,7 @@ def reference_contract(trainer: Any) -> Contract:
 
 
 def generation_contract(trainer: Any) -> Contract:
-    """Return the settings behind rollouts from transformers, which returns no logprobs."""
+    """Return the settings that determine rollouts from transformers, which returns no logprobs."""
     continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
     return {
         "engine": "transformers",
@@ -89,7 +92,7 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings behind a vLLM server's rollouts; `server` is its configuration, or None if unknown."""
+    """Return the settings that determine a vLLM server's rollouts; `server` is its configuration, None if unknown."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -100,7 +103,8 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings behind rollouts from a sample queue; `server` is its vLLM server's configuration."""
+    """Return the settings that determine rollouts from a sample queue; `server` is the configuration of the vLLM
+    server."""
     return {
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
@@ -123,7 +127,6 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 
 def sampling_columns(trainer: Any) -> dict[str, Any]:
-    """Return the sampling settings as columns of the sequences table."""
     settings = sampling(trainer)
     found = {name: settings.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     return found | {"min_p": settings.get("min_p") or 0.0, "max_tokens": settings.get("max_completion_length")}

@@ -35,15 +35,13 @@ OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """Required keys in the result of `_generate_and_score_completions`."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules with TRL's vLLM clients. The last one exists only before 0.28."""
+"""Modules with TRL's vLLM clients. The last one exists only in TRL before 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A value read from a trainer."""
-
     gives: str
-    """Data that is not recorded without it."""
+    """Data that is lost if the attribute is missing."""
     paths: tuple[str, ...]
     """Dotted paths from the trainer, newest release first."""
 
@@ -55,23 +53,22 @@ def _of_tokenizer(name: str) -> tuple[str, ...]:
 
 # Since TRL 1.14, a trainer has several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
-PAD_TOKEN = Attribute("which responses end with padding, so they count as cut off", _of_tokenizer("pad_token_id"))
+PAD_TOKEN = Attribute("which responses end with padding, so that they count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
-SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
+SERVER_URL = Attribute(  # in TRL 0.28 and newer, in older TRL, and in AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
-"""Read from every trainer."""
+"""Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Read from trainers that generate their own samples; queued samples come with their rewards."""
+"""Attributes read from trainers that generate their own samples; queued samples come with their rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first path that exists, or None."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -82,14 +79,12 @@ def find(trainer: Any, attribute: Attribute) -> Any:
 
 
 def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    """Yield a sentence for each attribute that the trainer lacks, saying what is not recorded."""
     for attribute in attributes:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
 
 
 def end_tokens(trainer: Any) -> set[int]:
-    """Return the tokens that end a response; empty if unknown."""
     ends = find(trainer, END_TOKENS)
     return set() if ends is None else {ends} if isinstance(ends, int) else {int(token) for token in ends}
 
@@ -126,7 +121,6 @@ def name_of(trainer_class: type) -> str:
 
 
 def trl_version() -> str | None:
-    """Return the version of TRL, if it has been imported."""
     return getattr(sys.modules.get("trl"), "__version__", None)
 
 
@@ -159,20 +153,19 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     if version is not None and untested("trl", version):
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
-        f"a trainer of module {trainer_class.__module__} is not recorded: {trainer_class.__qualname__}, because "
-        f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own loop use "
-        "tim_trace.Recorder"
+        f"trainer {trainer_class.__qualname__} of module {trainer_class.__module__} is not recorded, because "
+        f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own training "
+        "loop, use tim_trace.Recorder"
     )
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a note if a trainer class overrides TRL's loss, else None."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))
         if function is not own_loss and not module.startswith(TRL_LOSSES):
             return (
-                f"{name_of(trainer_class)} overrides {name} (in {module}): `objective` and `gradient` use the loss that TRL "
-                "derives from the settings"
+                f"{name_of(trainer_class)} overrides {name} (in {module}), but `objective` and `gradient` use the loss "
+                "that TRL derives from the settings"
             )
     return None

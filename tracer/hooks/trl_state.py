@@ -25,8 +25,6 @@ from .session import Session
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One call to the trainer's scoring function."""
-
     logprobs: Any
     """[rows, T] tensor, nats."""
     entropy: Any
@@ -40,8 +38,6 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class TrainRows:
-    """Rows scored by a `train` pass."""
-
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray
@@ -71,7 +67,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """From server calls for which the trainer requested no logprobs: lists [B][T][1], nats, None for NaN."""
+    """Logprobs from server calls for which the trainer requested none: lists [B][T][1], in nats, with None for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
@@ -110,8 +106,6 @@ class Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
-    """The loss being computed."""
-
     recorded: Recorded
     rows: np.ndarray
     """Indices into the generation batch, in the loss's order."""
@@ -120,7 +114,7 @@ class Loss:
 
 
 _KEPT_BATCHES = 4
-"""Generation batches kept for later losses."""
+"""Number of generation batches kept for later losses."""
 
 _EVALUATED = -1
 """Index of the newest evaluation batch, which is kept alongside the training batches."""
@@ -134,7 +128,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Forward passes recorded so far, by (split, pass)."""
+        """Number of forward passes recorded so far, by (split, pass)."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
@@ -173,7 +167,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract cached under `key`, calling `read` if there is none since torch's settings last changed."""
+        """Return the contract cached under `key`; if there is none, call `read` and cache its result."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last hidden states during one scoring call, for the captured rows' distributions."""
+    """Reads the last layer's hidden states during one scoring call, to compute the captured rows' distributions."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -77,7 +77,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype that the trainer's fused head computes in; None for the hidden states' dtype."""
+        """Return the dtype in which the trainer's fused head computes; None if it uses the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -91,8 +91,6 @@ def _language_model(trainer: Any, model: Any) -> Any:
 
 
 class RoutingTap(RouterTap):
-    """Reads the model's routers during one scoring call."""
-
     def __init__(self, session: Session, known: list[Router], rows: TrainRows, call: dict[str, Any]):
         super().__init__(known)
         self._session, self._rows = session, rows
@@ -133,5 +131,5 @@ def tell_of_routing(session: Session, trainer: Any) -> None:
         slots = sum(router.num_slots or 0 for router in known)
         cost = f" (about {6 * slots:,} bytes per token)" if slots else ""
         session.note(
-            f"{_WHAT}: `replay --routing recorded` and routing agreement need them; record with --routing{cost}"
+            f"{_WHAT}, but `replay --routing recorded` and routing agreement need them; record with --routing{cost}"
         )

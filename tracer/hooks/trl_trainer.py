@@ -61,7 +61,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Steps between recordings of optimizer statistics; the first step is always recorded."""
+"""Number of steps between recordings of optimizer statistics; the first step is always recorded."""
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -353,7 +353,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, but the engine call still has them: all or none.
+            # RLOO discards the engine's logprobs, but the engine call still has them. Use them if no row lacks them.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:

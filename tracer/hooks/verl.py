@@ -66,7 +66,7 @@ _SYNC = "verl.trainer.main_ppo_sync"
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
     "verl's workers in {} are not hooked: current logprobs, weights, contracts of the trainer's passes and the rows of each forward "
-    "are not recorded; {}"
+    "pass are not recorded; {}"
 )
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
@@ -118,8 +118,6 @@ def install_main(session: Session, module: Any) -> Patches:
 
 
 class TrainerHooks:
-    """Hooks around a trainer's functions. Each hook calls the original and returns its result."""
-
     def __init__(self, session: Session):
         self.session = session
         self._is_fitting = False
@@ -274,7 +272,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here, `old_log_probs` copies the rollout; the first logprobs computed in the loss are the trainer's own.
+            # Here, `old_log_probs` is a copy of the rollout's; the first logprobs in the loss are the trainer's own.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
@@ -324,7 +322,6 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _next_update(trainer: Any) -> dict[str, Any]:
-    """Describe the next actor update for the workers."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -341,7 +338,6 @@ def _bypasses(config: Any) -> bool:
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """Return a pass's newest contract that `accepts` approves, or None."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

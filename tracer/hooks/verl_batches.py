@@ -21,9 +21,9 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Read before advantages are computed, since verl's rejection later removes tokens from the mask."""
+"""Columns read before advantages are computed, because verl's rejection sampling later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
-"""Read after advantages are computed."""
+"""Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 """RayPPOTrainer's column names, where they differ from the TransferQueue's."""
@@ -40,7 +40,7 @@ class Row:
     """Position in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the weights that sampled the row, or of the oldest of them; None if unknown."""
+    """Global step of the weights that sampled the row (the oldest, if there were several); None if unknown."""
 
     @property
     def group_id(self) -> str:
@@ -50,7 +50,6 @@ class Row:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Return a KVBatchMeta's rows, without padding rows."""
     return [
         Row(index=index, key=key, oldest_weights=tag.get("min_global_steps"))
         for index, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))
@@ -74,7 +73,8 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B] values if each row's unmasked tokens share one (0.0 without any), else None."""
+    """Return one value per row, [B], if all unmasked tokens of each row share one value, else None. A row without
+    unmasked tokens gets 0.0."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -97,7 +97,6 @@ def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -162,13 +161,13 @@ class Progress:
     old_version: int
     """Number of actor updates applied to the weights that compute `old_log_probs`."""
     updates_a_transfer: int
-    """Actor updates between two weight transfers to the engine."""
+    """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
     """How far verl's transfer numbers run ahead of the actual transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return how many actor updates the weights contain that verl sent in transfer number `transfer`."""
+        """Return the number of actor updates applied to the weights that verl sent in transfer number `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -209,11 +208,12 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 ROW_KEY = "tim_trace_row"
 """Key added to a worker's batch: row indices, which survive shuffling into micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""By pass recorded on the driver: the output column in which workers return `Forwards.column`."""
+"""For each pass that the driver records: the output column in which workers return `Forwards.column`."""
 
 
 class Forwards:
-    """Forward passes of an engine call: for each row, the pass, its position and number of rows, and trailing padding."""
+    """Forward passes of an engine call. For each row: the number of its forward pass, its position in that pass, the
+    number of rows in the pass, and the padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` yields numbers for this process's forward passes."""
@@ -250,23 +250,23 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: forward pass, position in it, its number of rows, padding after the row.
-
-        None if any row was in no forward pass.
-        """
+        """Return the four numbers listed above for each row, as [B, 4] int64. Return None if any row was in no forward
+        pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return these rows' forward passes; None if any row was in none."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens of a padded row attention sees, if limited: before verl 0.8, the loss mask's width."""
+    """Return how many tokens of a padded row attention sees, if it does not see all of them.
+
+    Before verl 0.8, attention sees only as many tokens as the loss mask is wide.
+    """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

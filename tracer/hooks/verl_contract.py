@@ -33,10 +33,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings behind a worker's logprobs.
+    """Return the settings that determine a worker's logprobs.
 
-    `source` is `recomputed` for a forward pass before the loss, or `loss`. `dtype` is the logprobs' dtype, which
-    matters because bfloat16 values near -4 nats are 0.031 nats apart.
+    `source` is `recomputed` for a forward pass before the loss, or `loss` for logprobs computed in the loss. `dtype` is
+    the logprobs' dtype, which matters because bfloat16 values near -4 nats are 0.031 nats apart.
     """
     settings = engine.engine_config
     model = _model(engine)

@@ -1,6 +1,7 @@
 """Compare the weights of verl's engine with the trainer's, in the worker that trains and sends them.
 
-The engine is another process on the same machine, which computes digests of its own copy when the worker asks for them.
+The engine runs in another process on the same machine. It computes digests of its own copy when the worker asks for
+them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ ASKED = "tim_trace_digests"
 """Method that recording adds to vLLM's worker, to write digests of the weights it holds."""
 
 NAIVE = "naive"
-"""verl's weight transfer to an engine on the same devices."""
+"""Name of verl's weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
     "use trainer.v1.trainer_mode=sync, which sends them from the worker itself"
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
-_STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own names and shards"
+_STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"
 _NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to the engine are still recorded"
 
 
@@ -58,7 +59,6 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Original, adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass weights on to the engine, taking a digest of each."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])
@@ -94,7 +94,7 @@ class VerlEngineWeights(EngineWeights):
             rollout = worker.config.rollout
             self._dtype = getattr(torch, str(rollout.dtype), None)
             self._device = torch.device(get_device_name())
-            # A quantised engine's tensors have other shapes by design, so they are not compared.
+            # By design, a quantised engine's tensors have different shapes, so they are not compared.
             self._reads_held = not rollout.get("quantization")
             engine = worker.actor.engine
             self._own = {}
@@ -105,7 +105,6 @@ class VerlEngineWeights(EngineWeights):
             self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Ask the engine for digests of its own copy, if they are due."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)

@@ -1,4 +1,4 @@
-"""Record verl's workers: the logprobs computed in the loss, and the settings behind a worker's logprobs.
+"""Record verl's workers: the logprobs computed in the loss, and the settings that determine a worker's logprobs.
 
 Shapes: B rows that this worker trains on in one update, T padded response width.
 """
@@ -33,8 +33,8 @@ _BLIND = (
     "actor_rollout_ref.model.use_remove_padding=True"
 )
 _OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: let verl "
-    "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "
+    "weights are not recorded: verl's strategy {} uses its own tensor names and shards; to replay, let verl save the "
+    "weights (hf_model in actor.checkpoint.save_contents), and after the run attach each version's folder: "
     "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
 )
 
@@ -45,12 +45,12 @@ class Update:
 
     batch: Batch
     lengths: np.ndarray
-    """[B] response tokens in each of verl's rows."""
+    """[B] number of response tokens in each of verl's rows."""
     places: dict[int, int]
     """Row index in verl's batch -> index in `batch`, which leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
-    """Last update of the training run."""
+    """True for the last update of the training run."""
     is_train: bool
     """True if the first logprobs in the loss serve as the `train` pass, because verl computes none beforehand."""
     num_mini_batches: int = 0
@@ -86,8 +86,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class WorkerHooks:
-    """Hooks around a worker's functions. Each hook calls the original and returns its result."""
-
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
@@ -103,7 +101,6 @@ class WorkerHooks:
         self._numbers = count()
 
     def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Fetch an update's rows from the TransferQueue, and number them."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
         if told is not None:
@@ -161,7 +158,6 @@ class WorkerHooks:
             self._scoring = None
 
     def infer(self, original: Original, worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass without a loss, and record its rows and contract."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
         is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
         if is_heard and hasattr(data, "batch_size"):
@@ -188,7 +184,6 @@ class WorkerHooks:
         return output
 
     def micro_batches(self, original: Original, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch into micro-batches, and store which rows each one contains."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
@@ -286,7 +281,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract of a pass that the driver records; once, and from one process."""
+        """Record the contract of a pass whose scores the driver records. Only one process does so, and only once."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -305,7 +300,6 @@ _hooks_of = lru_cache(maxsize=1)(WorkerHooks)
 
 
 def keys_of(meta: Any) -> list[str]:
-    """Return the keys of a worker's rows, from the TransferQueue if the driver did not pass them."""
     if hasattr(meta, "keys"):
         return list(meta.keys)
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta

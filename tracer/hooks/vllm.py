@@ -135,7 +135,8 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that request the logprobs to record, and the caller's own requests; empty if not recorded."""
+        """Return arguments that request the logprobs to record, and the caller's own requests. Both are empty if the
+        call is not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -204,7 +205,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Strip outputs to what the caller requested; return the engine's logprobs, or None if nothing changed."""
+    """Reduce outputs to what the caller requested; return the engine's full logprobs, or None if nothing was removed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)
@@ -218,7 +219,6 @@ def has_embeddings(prompts: Any) -> bool:
 
 
 def num_prompts(prompts: Any) -> int:
-    """Count the prompts or conversations in a call."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]

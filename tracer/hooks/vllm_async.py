@@ -118,7 +118,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return a call that requests what is recorded, and the request; None if it is not recorded."""
+        """Return a call that also requests the data to record, and the request (None if it is not recorded)."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -214,8 +214,6 @@ class GivenCompletion:
 
 
 class AsyncRequest:
-    """A request that the engine is running."""
-
     def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
         self.name = name
         self.step = step
@@ -226,7 +224,7 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Take in an output; `given` pairs its completions with the engine's logprobs."""
+        """Add an output; `given` pairs its completions with the engine's logprobs."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -234,13 +232,12 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """Finish all unfinished completions for this reason."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions with at least one token, or that ended normally without any."""
+        """Completions that have at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

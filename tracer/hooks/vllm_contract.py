@@ -1,5 +1,3 @@
-"""The contract of a vLLM rollout, read from the engine."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +61,6 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Notes on data that is not recorded under these conditions."""
         found = [
             f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract contains "
             "its name and path"
@@ -85,7 +82,6 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return the settings behind the offline engine's logprobs."""
     config, model = getattr(llm.llm_engine, "vllm_config", None), getattr(model_runner(llm), "model", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -98,10 +94,10 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the settings behind the serving engine's logprobs, except those that may differ between requests.
+    """Return the settings that determine the serving engine's logprobs, except those that may differ between requests.
 
-    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the caller's changes to its
-    model.
+    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the changes that the caller
+    made to the engine's model.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,

@@ -16,7 +16,8 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""NumPy's names of torch dtypes. NumPy has no bfloat16, so those values become float32, without loss."""
+"""NumPy type string for each torch dtype. NumPy has no bfloat16, so bfloat16 values are converted to float32, without
+loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -27,8 +28,6 @@ MAX_DIMENSIONS = 8
 
 
 class NumpyDtype:
-    """Stand-in for a NumPy dtype: type string and byte order."""
-
     __slots__ = ("order", "text")
 
     def __init__(self, text: Any, *_: Any):
@@ -81,7 +80,7 @@ class NumpyArray:
 
 
 class Storage:
-    """Stand-in for a torch storage. In legacy files its bytes follow all tensors, so `content` may be set later."""
+    """Stand-in for a torch storage. In legacy files, bytes come after all tensors, so `content` may be set later."""
 
     __slots__ = ("content", "dtype")
 
@@ -148,7 +147,6 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Validate a shape or strides. Raises NotPlain."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("invalid array shape")
     for size in shape:
@@ -165,7 +163,6 @@ def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """Rebuild a tensor from a dtype name, a shape and bytes. Raises NotPlain if any of them is invalid."""
     if isinstance(content, HELD):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
@@ -257,4 +254,4 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""By (module, name): stand-ins for names that occur in every framework's pickles."""
+"""Stand-ins for names that occur in every framework's pickles, by (module, name)."""

@@ -30,11 +30,12 @@ class Columns:
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B], in the format of RowBatch.routing."""
+        """[B], in the same format as RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Rename a batch's columns with `names` (the file's to the trace's), and convert each according to its kind.
+        """Rename a batch's columns with `names`, which maps the file's column names to the trace's, and convert their
+        values.
 
         Raises ImportFailed with the file, column, type and first invalid row.
         """
@@ -80,7 +81,7 @@ class Columns:
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
         cells = filled.to_numpy(zero_copy_only=False)
-        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice keeps its whole batch in memory
+        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
 
@@ -117,7 +118,6 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
-    """Build the error for a column, with its first invalid value."""
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
@@ -134,7 +134,6 @@ def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
 
 
 def _odd(value: Any, kind: Kind) -> str:
-    """Describe the invalid part of a cell: the value itself, or a list's first invalid element."""
     place = first_wrong(value, kind.element) if kind.element and isinstance(value, list) else None
     if place is not None:
         return f", element {place}: {_shown(value[place])}"
@@ -186,8 +185,6 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
-    """Rows read from a file, column by column."""
-
     file: str
     columns: dict[str, pa.Array | list[Any]]
     """[B] values of each column, by its name in the file."""
@@ -198,10 +195,8 @@ class RowBatch:
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
-    """Size of these rows in the file."""
 
     def place(self, row: int) -> str:
-        """Locate a row in the file, for messages."""
         return f"{self.unit} {self.numbers[row]}"
 
 
@@ -211,7 +206,6 @@ def shown_name(name: str) -> str:
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """List up to twenty column names for a message."""
     rest = len(names) - 20
     return ", ".join(map(shown_name, names[:20])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
 
@@ -228,15 +222,13 @@ def explained(name: str, format: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which sequences to import."""
-
     steps: frozenset[int] | None = None
-    """None imports all steps."""
+    """Steps to import; None for all."""
     sample: float = 1.0
-    """Share of sequences to import. It is decided by a hash of their names, so every import selects the same ones."""
+    """Share of sequences to import. Sequences are chosen by a hash of their names, so every import selects the same
+    ones."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] bool mask of the selected sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))
@@ -248,7 +240,6 @@ class Selection:
 
 
 def check_sample(share: float) -> float:
-    """Return `share` if it is above 0 and at most 1. Raises InvalidOption."""
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
             f"got {share}; give the share of sequences to import, above 0 and at most 1, for example 0.1",

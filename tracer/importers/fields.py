@@ -44,7 +44,7 @@ class Fields:
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
         self.record = record
-        """With the file's own field names."""
+        """The record, with the file's own field names."""
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
@@ -78,7 +78,7 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Read and check cells; by default, those of all trace columns."""
+        """Read and check the cells of these columns; by default, of all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
@@ -133,7 +133,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; an array of one element counts as one."""
+        """Return a number; an array with a single element is accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -146,7 +146,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; whole floats and digits as text count as integers."""
+        """Return an integer; whole-number floats and digits as text are accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -160,7 +160,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return all scalar fields that supply no column, as numbers by name, except those in `but`."""
+        """Return all numeric fields that supply no column, by name, except those in `but`."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {

@@ -24,8 +24,6 @@ from .textfiles import opened, read_lines, whole_content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
-    """The files in a dump."""
-
     url: str
     """Path as the user gave it."""
     root: Path
@@ -123,15 +121,14 @@ class Reading:
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
-    """Candidate fields in the file for each trace column; the first one that exists is read."""
     seen: set[str]
     """Fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """By JSON Lines file: the first line not yet imported, from 1."""
+    """For each JSON Lines file: the first line not yet imported, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """By JSON Lines file: the last complete line, set by the reader."""
+    """For each JSON Lines file: the last complete line, set by the reader."""
     partial: bool = False
-    """Read incomplete files as far as they go."""
+    """True to read incomplete files as far as possible."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Size and hash of each file read in full."""
 
@@ -139,7 +136,6 @@ class Reading:
         return [self.folder.path(name) for name in self.part.files]
 
     def contents(self) -> Iterator[tuple[Path, bytes]]:
-        """Yield the path and content of each file. Raises ImportFailed."""
         for name, path in zip(self.part.files, self.paths(), strict=True):
             content = whole_content(path)
             self.sources[name] = sealed(content)
@@ -158,7 +154,7 @@ RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. For JSON Lines files with one row per line, it needs no functions."""
+    """A framework's dump format. It needs no functions if the files are JSON Lines with one row per line."""
 
     name: str
     writes: str
@@ -172,11 +168,11 @@ class Format:
     pattern: str = ""
     """Regular expression for the end of each file's path; its group, if any, is the step."""
     keys: frozenset[str] = frozenset()
-    """Keys that the first file's first object must have, where other formats use the same file names."""
+    """Keys that the first object in the first file must have. They are needed if other formats use the same file names.
+    """
     needs: tuple[str, ...] = ()
-    """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """By pass: why the files may lack its logprobs, and how to get them."""
+    """For each pass: why the files may lack its logprobs, and how to get them."""
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
@@ -195,14 +191,12 @@ class Format:
         return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
-        """Group a folder's files into parts. Raises ImportFailed."""
         if self.parts is not None:
             return self.parts(folder)
         files = folder.matching(self.pattern)
         return [Part(files=(name,), step=int(found[1]) if found.re.groups else None) for name, found in files]
 
     def batches(self, reading: Reading) -> Iterator[RowBatch]:
-        """Yield the rows of one part, by trace column name. Raises ImportFailed."""
         return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
 
     def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The formats that need the least code, a table of all formats, and detection for `auto`."""
+"""The simplest formats, a table of all formats, and detection for `auto`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPEN_INSTRUCT = Format(
         "finish_reason": ("finish_reason",),
         "group_id": ("prompt_idx",),
     },
-    alignment="logprobs belong to response_tokens",
+    alignment="logprobs are aligned with response_tokens",
     pattern=r"[^/]*_rollouts_\d+\.jsonl",
     needs=("step", "response_ids"),
     lacks={
@@ -204,8 +204,8 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="the completion_logprobs belong to a turn's completion_token_ids; tokens between turns are masked and have "
-    "no logprobs; the newest policy version is used as the step; validation rollouts are skipped",
+    alignment="the completion_logprobs are aligned with a turn's completion_token_ids; tokens between turns are masked "
+    "and have no logprobs; the newest policy version is used as the step; validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={

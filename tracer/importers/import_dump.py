@@ -108,7 +108,8 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """If each step is one part and steps increase, the names of finished steps can be forgotten."""
+    """Return True if each step is one part and steps increase, so that the names of a finished step's sequences can be
+    forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -155,9 +156,10 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, and texts of {format.name} cannot be matched to its sequences: they have no ids, "
-                "the same text can occur several times in a step, and a truncated text looks like a finished one. The "
-                "recording already has their rewards and advantages; to import them anyway, choose another folder"
+                f"{output}: is a recorded run, and the rows of a {format.name} dump cannot be matched to its sequences: "
+                "they have no ids, the same text can occur several times in a step, and a truncated text looks like a "
+                "finished one. The recording already has the rewards and advantages; to import the dump anyway, choose "
+                "another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -225,7 +227,6 @@ def _shown_options(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Apply `map` to the format's candidate fields. Raises ImportFailed for an unknown column."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:

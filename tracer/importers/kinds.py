@@ -21,13 +21,10 @@ class WrongValues(Exception):
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
-"""Errors that converting an invalid value can raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Which cells of a column are valid, and how they are converted."""
-
     wants: str
     """Completes the message "each row needs ..."."""
     type: pa.DataType
@@ -73,7 +70,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns that hold only `kind` cells, or only `other` cells, which are lists."""
+    """Return a kind for columns whose cells all match `kind`, or are all lists that match `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -83,7 +80,6 @@ def either(kind: Kind, other: Kind) -> Kind:
 
 
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
-    """Return the index of the first invalid value, or None."""
     for place, value in enumerate(values):
         try:
             kind.one(value)

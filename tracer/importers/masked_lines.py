@@ -1,6 +1,7 @@
-"""Import prime-rl and NeMo-RL: JSON Lines of token ids, with a loss mask that begins at the response.
+"""Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask.
 
-A prime-rl line is a packed row, which may hold several sequences. NeMo-RL wraps each value in a list of one element.
+The response begins at the first token in the loss mask. A prime-rl line is a packed row, which may hold several
+sequences. NeMo-RL wraps each value in a list of one element.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """
@@ -41,7 +42,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     for step, names in sorted(steps.items()):
         unstable = [name for name in names if folder.beside(name, _MARKER) is None]
         waits = (
-            f"step {step} has no {_MARKER} yet, so it was skipped; import again later, or use --partial"
+            f"step {step} has no {_MARKER} file yet, so it was skipped; import again later, or use --partial"
             if unstable
             else None
         )
@@ -104,8 +105,8 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob; null means no "
-    "logprob; the response begins at the first token in the loss mask",
+    alignment="the value at index i belongs to token_ids[i]; the first token of a sequence has no logprob; null means "
+    "no logprob; the response begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
     read=lambda reading: read_rows(reading, _prime_rows, at_once=64),
@@ -175,8 +176,8 @@ NEMO_RL = Format(
     writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=_NEMO_RL_COLUMNS,
-    alignment="index i belongs to token_ids[i]; index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
-    "are all 0, they were not computed (force_on_policy_ratio)",
+    alignment="the value at index i belongs to token_ids[i]; index 0 has no value; values are 0 for prompt and tool "
+    "tokens; if all prev_logprobs are 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
     lacks={"train": "prev_logprobs are all 0; NeMo-RL computes them only with force_on_policy_ratio=false"},

@@ -78,10 +78,10 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 class _Sample:
     cells: dict[str, Any]
     total: int
-    """Prompt and response tokens."""
+    """Number of prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
-    """By column and context-parallel rank. Tensor-parallel ranks all have the same values."""
+    """Values by column and context-parallel rank. Tensor-parallel ranks all have the same values."""
 
 
 def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int, *, partial: bool) -> Values:

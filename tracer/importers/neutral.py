@@ -127,7 +127,7 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the file's rows, without requested columns that it lacks. Raises ImportFailed."""
+    """Yield the file's rows; requested columns that the file lacks are left out. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -145,8 +145,6 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
-    """The files found at one path, and their file system."""
-
     url: str
     filesystem: fsspec.AbstractFileSystem
     files: tuple[str, ...]
@@ -154,7 +152,8 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List the files at a path, folder or pattern, metrics.* separately. Raises ImportFailed and StorageError."""
+        """List the files at a path, folder or pattern, with metrics.* listed separately. Raises ImportFailed and
+        StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
@@ -173,14 +172,12 @@ class RowFiles:
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """Return each file's column names."""
         return {
             name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
             for name in self.files
         }
 
     def rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the files' rows, without requested columns that a file lacks."""
         for name in files:
             yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
@@ -239,8 +236,8 @@ def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> di
         if ours in owner:
             spare = theirs if theirs == ours else owner[ours]
             raise ImportFailed(
-                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}; leave "
-                f"one out with {spare}="
+                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}; skip "
+                f"one with the mapping {spare}="
             )
         owner[ours], names[theirs] = theirs, ours
     return names

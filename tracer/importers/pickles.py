@@ -16,7 +16,7 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Charged to the budget for each list, dict or tuple; pickles do not state sizes in advance."""
+"""Bytes charged to the budget for each list, dict or tuple, since pickles do not state their sizes in advance."""
 VIEWED_BYTES = 1 << 16
 """Byte strings of at least this length stay views of the file instead of being copied."""
 BYTES = (bytes, memoryview)

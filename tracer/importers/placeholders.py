@@ -15,7 +15,7 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""Some frameworks write this for a missing logprob."""
+"""Value that some frameworks write in place of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
 """Passes over the same policy: a token with probability 1 in one of them should have it in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
@@ -27,20 +27,21 @@ KEPT, HOLES, OPEN = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """How many values were placeholders and became NULL, by kind."""
+    """Number of placeholders found, by kind."""
 
     clamped: int = 0
-    """Values of -9999."""
+    """Number of values of -9999."""
     masked_zeros: int = 0
-    """0.0 outside the loss mask."""
+    """Number of 0.0 values outside the loss mask."""
     all_zero: int = 0
-    """0.0 in all-zero lists, unless another pass gives the tokens probability 1."""
+    """Number of 0.0 values in all-zero lists, unless another pass gives the tokens probability 1."""
     certain: int = 0
-    """Zeros kept, in lists of two or more, because another pass also gives the tokens probability 1."""
+    """Number of zeros that were kept in lists of two or more zeros, because another pass also gives the tokens
+    probability 1."""
 
     @property
     def total(self) -> int:
-        """Values that became NULL."""
+        """Number of values that became NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
@@ -70,9 +71,9 @@ class ZeroLists:
     """Decides whether lists of only 0.0 are placeholders, or logprobs of a policy that gives every token probability 1.
 
     The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of
-    0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass
-    has only 0.0 in the whole import, and another pass of the same policy has other values or no other pass has any, it
-    was never filled in, and all its values become NULL.
+    0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. A pass that
+    has only 0.0 in the whole import counts as never filled in, and all its values become NULL, unless other passes of
+    the same policy have values and these are all 0.0 as well.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,6 @@ def num_certain(logprobs: Ragged) -> int:
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
-    """Mark every value as not recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 

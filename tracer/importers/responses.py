@@ -62,7 +62,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format of a server's responses, which are recognised by a key.
+    """Return the format of a server's responses, which are recognised by this key.
 
     `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
     """
@@ -217,6 +217,6 @@ VLLM = response_format(
     },
     name="vllm",
     writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
-    alignment="logprobs belong to the choice's token_ids, or to tokens written as token_id:<id>",
+    alignment="logprobs are aligned with the choice's token_ids, or with tokens written as token_id:<id>",
     rollout="the responses have no logprobs; request them with logprobs=1 (chat: logprobs=true)",
 )

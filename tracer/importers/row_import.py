@@ -49,23 +49,21 @@ REQUIRED = ("step", "prompt_ids", "response_ids")
 
 @dataclass(slots=True, kw_only=True)
 class Imported:
-    """The result of an import."""
-
     folder: Path
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens."""
+    """Number of response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Logprobs above 0, which are invalid but kept unchanged."""
+    """Number of logprobs above 0, which are invalid but kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Files read in this import; 0 for the parquet format."""
+    """Number of files read in this import; 0 for the parquet format."""
     num_known_files: int = 0
-    """Files already in the trace from earlier imports."""
+    """Number of files already in the trace from earlier imports."""
     held_back: tuple[str, ...] = ()
     """Incomplete parts of the dump, left for a later import; one sentence each."""
     missing: tuple[str, ...] = ()
@@ -89,7 +87,7 @@ class RowImport:
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """By pass: the note to record if no row has its logprobs."""
+        """For each pass: the note to record if no row has logprobs of the pass."""
         self._where = path
 
     @property
@@ -110,7 +108,6 @@ class RowImport:
         self._writer.check(self._where)
 
     def check_any(self) -> None:
-        """Raise ImportFailed if no row was read or selected."""
         path = self._contract["path"]
         if not self._num_read:
             raise ImportFailed(f"{path}: contains no rows; give files with one row per sequence")
@@ -122,7 +119,8 @@ class RowImport:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps file columns to trace columns, `passes` columns to passes. Raises ImportFailed."""
+        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes. Raises
+        ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
@@ -155,7 +153,6 @@ class RowImport:
             self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
-        """Decide on the lists of zeros left open while rows were read, and note missing passes."""
         for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned

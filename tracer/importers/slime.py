@@ -119,7 +119,7 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return per-token values by column, leaving out an advantage for the whole sample."""
+    """Return per-token values by column. An advantage that applies to the whole sample is left out."""
     one = isinstance(fields.get("advantage"), (int, float))
     given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
@@ -212,7 +212,6 @@ class StepSamples:
 def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
-    """Add a rollout dump's samples; return their names in file order."""
     fields = named_fields(reading, samples_of(record, where), where, budget)
     for name, each in fields:
         cells = sample_cells(each, samples.step) | values_of(each)

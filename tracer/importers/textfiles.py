@@ -20,16 +20,16 @@ _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
 """Longest accepted line, in bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Parsed JSON takes at most about this many times the memory of its text."""
+"""Approximate upper limit on the memory that parsed JSON takes, as a multiple of the size of its text."""
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open for sequential reading, with a buffer that suits long lines."""
     return path.open("rb", buffering=_BUFFER_BYTES)
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the memory."""
+    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the available
+    memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
@@ -47,19 +47,20 @@ def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines, not damaged"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines "
+                "and not damaged"
             )
         if line.strip():
             yield number, line
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Return the keys of all objects in a file. Raises ImportFailed."""
     return list(dict.fromkeys(key for _, record, _, _ in _json_objects(filesystem, name) for key in record))
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield a file's objects as rows, without requested columns that it lacks. Raises ImportFailed with the line."""
+    """Yield a file's objects as rows; requested columns that the file lacks are left out. Raises ImportFailed with the
+    line."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)
@@ -132,7 +133,7 @@ def _first_character(file: Any) -> bytes:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    # Python's json has better error messages and also accepts NaN.
+    # Where msgspec fails, Python's json has better error messages and also accepts NaN.
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(text)
     try:

@@ -23,13 +23,11 @@ BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
-"""Errors that zipfile raises for damaged files."""
 _MAX_INSIDE = 4
 """Maximum nesting depth of files: a pickle may contain another torch.save file as bytes."""
 
 
 def read_pickled(path: Path) -> Any:
-    """Read a torch.save or pickle.dump file of plain values. Raises ImportFailed."""
     return unpickled(whole_content(path), str(path))
 
 
@@ -39,7 +37,7 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: Path) -> bool:
-    """Return True for an empty file or an incomplete zip file, which may still be being written."""
+    """Return True for an empty file or an incomplete zip file, which may still be growing."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -157,7 +155,6 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """Parse a storage's persistent id: dtype, key, number of elements."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
@@ -230,8 +227,6 @@ def tensors_in(value: Any) -> dict[str, Any]:
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """Build the allowlist: plain classes, torch's tensors, and the framework's own classes."""
-
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):
             raise NotPlain("malformed storage")

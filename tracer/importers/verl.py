@@ -165,7 +165,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
-    """None if the column is missing or has another number of dimensions."""
+    """Return None if the column is missing or has a different number of dimensions."""
     return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
 
 
@@ -182,7 +182,8 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S]; None if missing or replaced by the trainer's (R2)."""
+    """Return the engine's router choices [B, P + T, L, S]; None if they are missing, or if the trainer's choices
+    replaced them (verl's router replay mode R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
@@ -211,7 +212,7 @@ VERL = Format(
     writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (text only)",
     files="*.dp or <step>.jsonl",
     columns=COLUMNS,
-    alignment="tensors are [B, T]; index i belongs to responses[i]; prompts are padded on the left, responses on the right",
+    alignment="tensors are [B, T], aligned with responses; prompts are padded on the left, responses on the right",
     recognises=_recognises,
     parts=_parts,
     read=_read,
