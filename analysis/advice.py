@@ -1,10 +1,8 @@
-"""Next steps for the user: a command to copy, and a remark."""
-
 from __future__ import annotations
 
 
 class Advice(str):
-    """A shell command and a remark, joined into one string but still available on their own.
+    """A suggested next step: a shell command and a remark, joined into one string but also available separately.
 
     >>> advice = Advice("tim-trace record -- X", "keeps weights")
     >>> str(advice), advice.command, advice.remark

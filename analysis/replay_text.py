@@ -1,4 +1,4 @@
-"""Render `tim-trace replay`, its plan, `tim-trace triangulate` and `tim-trace gradient`."""
+"""Render the results of replay, its plan, triangulate and gradient as text."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Say whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:

@@ -1,4 +1,4 @@
-"""Statistics of a pair of passes from totals of schemas.sums: scalars, or arrays over resamples.
+"""Statistics of a pair of passes, from totals of schemas.sums that are scalars, or arrays over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -47,8 +47,8 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
     """Return the sequences' mean probabilities minus their median, [N].
 
-    In units of the largest probability, exp(top), a mean differs from it by expm1(peak - top) + exp(peak - top)
-    mean_fall.
+    In units of the largest probability, exp(top), a sequence's mean minus exp(top) is expm1(peak - top) +
+    exp(peak - top) mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
@@ -82,4 +82,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Columns of `stats`, by name, from totals of `addable` columns. The formulas are those of sql/statistics.sql."""
+"""Columns of `stats`, by name, as functions of the totals of `addable` columns. The formulas match
+sql/statistics.sql."""

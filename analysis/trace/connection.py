@@ -24,7 +24,7 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of threads that read in this process."""
+    """Limit the number of reading threads in this process."""
     _most[:] = [most]
 
 
@@ -64,7 +64,8 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB has its own error for it, even while it reads files through Python."""
+    """Raise KeyboardInterrupt on Ctrl-C; DuckDB raises an error of its own, even while it reads files through
+    Python."""
     try:
         yield
     except Exception as error:
@@ -112,7 +113,7 @@ class Connection:
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Yield a query's rows in batches that all threads compute ahead."""
+        """Return a query's rows in batches, which all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
@@ -123,7 +124,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to batches of rows in threads, reading ahead; to one empty batch if there are no rows."""
+        """Apply a function to batches of rows in threads, reading ahead. Without rows, apply it to one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -153,7 +154,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Without this, DuckDB's threads, which read through Python, would abort the process at exit."""
+    """Close all connections; otherwise DuckDB's threads, which read through Python, would abort the process at exit."""
     for connection in list(_open):
         connection.close()
 

@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words of queries that list tables, views or macros; every listed file is defined before such a query."""
+"""Words of queries that list tables, views or macros. Before such a query, every listed file is defined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class MacroFile(Generic[Owner]):
     sql: str
     """Also searched for the names that the file defines and calls."""
     register: Callable[[Owner], object] | None = None
-    """Adds `functions` to a database before the SQL runs."""
+    """Adds `functions` to a database before the SQL is run."""
     define: Callable[[Owner], object] | None = None
     """Defines the macros, if running the SQL as it is does not."""
     functions: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Catalogue(Generic[Owner]):
         }
         self._files = [by_name[name] for name in TopologicalSorter(needs).static_order()]
         every: dict[str, set[str]] = {}
-        for file in self._files:  # files come after those they depend on
+        for file in self._files:  # dependencies come before the files that need them
             every[file.name] = {file.name}.union(*(every[need] for need in needs[file.name]))
         self._needed = dict.fromkeys(
             LISTING, set().union(*(every[file.name] for file in self._files if file.is_listed))
@@ -90,7 +90,7 @@ def words_of(query: str) -> frozenset[str]:
 
 
 def quoted(text: str) -> str:
-    """Return a text as an SQL string literal."""
+    """Return a string as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
 
 

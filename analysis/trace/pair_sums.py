@@ -2,7 +2,7 @@
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone, bit for bit, in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise the same in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -45,9 +45,9 @@ Sizes = list[tuple[str, int, np.ndarray]]
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences per batch; several batches wait in a queue."""
+"""Maximum number of long sequences per batch; it is small because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens per batch if sequences are short, and maximum number of sequences in it."""
+"""Number of tokens per batch of short sequences, and the maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -59,7 +59,7 @@ _TINY = -700.0
 """Logprob below which exp loses precision, near the smallest positive double."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d is a power series up to d^10, with a relative error of 1e-18."""
+"""|d| below which exp(d) - 1 - d is computed as a power series up to d^10, with a relative error of 1e-18."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -79,7 +79,7 @@ class FiniteTokens:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
 
-    An empty mask counts every token. A token without a logprob in one of the passes is left out entirely.
+    An empty mask counts every token. A token that lacks a logprob in either pass is left out entirely.
     """
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
@@ -159,7 +159,7 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES: for means, and for squares and products around them.
+    """Return the [B] sums in OF_PROBABILITIES, for means, and for squares and products around the means.
 
     Probabilities are relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
     keeps their differences precise near 0 and near 1.

@@ -44,7 +44,7 @@ class ComputedFile:
 
 
 class SumTables:
-    """The sums of several traces. Temporary files with computed sums are deleted with this object."""
+    """The sums of several traces. Temporary files with computed sums are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -58,7 +58,7 @@ class SumTables:
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
         """Pairs with sums for every sequence in the views; True if these were computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """The same for sums over whole runs."""
+        """Like `_sequences`, but for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` for the steps in the views; empty for all steps."""
         self.files: list[ComputedFile] = []
@@ -157,7 +157,7 @@ class SumTables:
                 if kind == spec.name
                 and not (self.is_computed(pair) or (spec in OF_RUNS and self.is_computed(pair, runs=True)))
             ]
-            if self._condition and spec in OF_RUNS:  # stored sums over a run include steps that the views lack
+            if self._condition and spec in OF_RUNS:  # stored sums over a run include steps that are not in the views
                 files = []
             parts = [rows_of(files, columns)] if files else []
             if self._condition:
@@ -170,7 +170,7 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """Return a schema whose metadata names the sealed files that the sums were made from."""
+    """Return a schema whose metadata lists the sealed files from which the sums were made."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 

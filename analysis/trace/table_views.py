@@ -63,7 +63,7 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Let queries read a file of a trace; return its run and its URL."""
+        """Make a file of a trace readable by queries; return its run and its URL."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
@@ -100,7 +100,7 @@ class TableViews:
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences by run, step and seq_id, in place of those excluded before."""
+        """Exclude sequences by run, step and seq_id, replacing earlier exclusions."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
@@ -143,7 +143,7 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files, of which a query reads only those it needs; return its name."""
+        """Define a view over many files, of which a query reads only those it needs; return the view's name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -165,7 +165,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return the recorded steps by run. If `steps` is a range, reading those in it is enough."""
+        """Return the recorded steps by run. If `steps` is a range, only the steps in it are read."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -187,7 +187,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, simplified if no other `recorded` step is in their range.
+    """Return an SQL condition for exactly these steps, simplified if their range contains no other `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
