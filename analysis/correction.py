@@ -95,7 +95,7 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for these rules. They read zones from the query `zones` if given, else from
+    """Define the correction macros for these rules. Without `zones`, a query for precomputed zones, they read
     tokens."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]

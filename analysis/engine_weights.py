@@ -94,7 +94,6 @@ class EngineVersion:
     given: dict[str, int]
     """Version at which the engine last received each listed tensor."""
     agreeing: frozenset[str]
-    """Listed tensors that equal the trainer's."""
     num_agreeing: int
     """Number of tensors that equal the trainer's, including those that are counted but not listed."""
     differences: tuple[EngineTensor, ...]
@@ -118,7 +117,6 @@ class EngineFault:
     tensor: str
     """The differing tensor with the oldest bits."""
     version: int
-    """Last version affected."""
     holds_version: int | None
     given_version: int | None
     is_loaded: bool

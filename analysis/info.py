@@ -24,8 +24,6 @@ LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterInfo:
-    """One process that wrote to the trace."""
-
     writer: str
     state: str
     """`live`, `finished`, `killed` (exited without closing) or `stopped` (recording failed)."""
@@ -317,7 +315,6 @@ def duration(seconds: float) -> str:
 
 
 def state_of(source: Source) -> str:
-    """Return `live`, `finished`, `killed` or `stopped`."""
     return _state(source, [_writer(source, state, 0, 0) for state in source.writers if not state.is_launcher])
 
 

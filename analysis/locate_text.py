@@ -111,7 +111,6 @@ def next_command(found: Location) -> str:
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Return the patches of a single kind of operator, or of the choice of experts."""
     singles = {ROUTES, *(each.kind for each in found.kinds)}
     return [each for each in found.patches if each.patch in singles]
 

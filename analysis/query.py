@@ -40,8 +40,6 @@ def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
 
 
 class Session:
-    """Traces kept open for several queries."""
-
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = open_database(traces)
         self._unsafe, self._has_facts = unsafe, False

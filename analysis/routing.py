@@ -74,7 +74,6 @@ def compare(a: Routing, b: Routing) -> Agreement:
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:
-    """Sum each layer over the tokens that both passes routed."""
     columns = {
         "num_tokens": found.known_NL,
         "num_same_experts": found.same_experts_NL,

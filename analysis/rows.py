@@ -138,7 +138,6 @@ class _Column:
 _SHORTEST_TEXT = 12
 """Minimum width of truncated values and wrapped names, in characters."""
 _MOST_NAMED = 6
-"""Maximum number of dropped columns to name in the warning."""
 _LONG_TEXT = 40
 """Values of at least this many characters may be wrapped, and do not determine the width of a list."""
 _MOST_LISTS = 4
@@ -206,7 +205,6 @@ def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
 
 
 def _list_widths(columns: Sequence[_Column]) -> tuple[int, list[int]]:
-    """Return the width of the names, and of each row's values without the long ones."""
     rows = zip(*(column.cells for column in columns), strict=True)
     values = [max((cell_len(text) for text in row if len(text) < _LONG_TEXT), default=1) for row in rows]
     return max(cell_len(column.name) for column in columns), values
@@ -263,7 +261,6 @@ def _spelled(code: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` line by line."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 

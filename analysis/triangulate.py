@@ -187,7 +187,6 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens whose bits differ between the recording and its replay as recorded."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -288,8 +287,6 @@ trainer's place. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens of one or more steps."""
-
     groups: dict[str, np.ndarray]
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
@@ -320,7 +317,6 @@ class ErrorSums:
 
 
 def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Concatenate the groups of one or more steps, in order, and add up the totals."""
     return ErrorSums(
         groups={name: np.concatenate([part.groups[name] for part in parts]) for name in parts[0].groups},
         totals={name: fsum(part.totals[name] for part in parts) for name in parts[0].totals},

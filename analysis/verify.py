@@ -81,7 +81,6 @@ class _Part:
 
     folder: str
     name: str
-    """Unique within the folder."""
     num_bytes: int
     read: Callable[[], Any]
     """Reads the unit; raises an error that describes the damage."""

@@ -105,7 +105,6 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    """Assemble a report from runs that were already analysed."""
     verdicts = (
         RunSummary(
             headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),

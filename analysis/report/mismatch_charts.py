@@ -50,7 +50,6 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """Return every mismatch chart that the run has data for."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)

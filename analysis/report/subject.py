@@ -65,7 +65,7 @@ class Subject:
     part: str
     """Which steps the objective and the corrections cover, as text."""
     arms: Mapping[str, tuple[Series, ...]]
-    """Mismatch between each replay and pass b by step, by replay."""
+    """Mismatch by step between each replay and pass b, keyed by replay."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -169,12 +169,11 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Say how many of a run's steps a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to 10 to 200."""
+    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to the range 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

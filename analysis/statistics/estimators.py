@@ -1,4 +1,4 @@
-"""Statistics of a pair of passes, from totals of schemas.sums that are scalars, or arrays over resamples.
+"""Statistics of a pair of passes, from totals of schemas.sums. A total is a scalar, or an array over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """

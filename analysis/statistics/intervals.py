@@ -35,8 +35,7 @@ PARTS = 20
 """Maximum number of jackknife parts, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Between them, the number is such that about _BEYOND lie beyond each
-bound."""
+"""Minimum and maximum number of resamples. Within these limits, about _BEYOND of them fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
@@ -54,8 +53,6 @@ _BLOCK = 1 << 15
 
 
 class NoInterval(StrEnum):
-    """Why a number has no interval."""
-
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
@@ -67,7 +64,6 @@ class NoInterval(StrEnum):
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
-    """Return the interval, or None if there is none."""
     return None if isinstance(found, NoInterval) else found
 
 
@@ -255,7 +251,6 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """Return derivatives with respect to each total, [R, C]."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:

@@ -32,8 +32,6 @@ onset of a ramp of known form and variance, 3.84 would suffice."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A change within a segment, with its confidence interval."""
-
     place: int
     """Index of the first value after the change."""
     low: int

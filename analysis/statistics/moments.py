@@ -66,5 +66,4 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 
 
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
-    """Repeat each sequence's value for its tokens, [T]."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))

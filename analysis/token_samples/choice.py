@@ -28,7 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Minimum number of response tokens to search; a run with fewer is searched in full."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens to search if the trace stores the pair's sums, so that no tokens have to be read."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, because then no tokens have to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,6 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """Sort rows by the distance of their mean |d| from the median."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
@@ -222,7 +221,6 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the rows of the worst sequences of each step, notable steps first."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)

@@ -145,7 +145,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return a [R] bool mask. Without a mask, all tokens count; beyond the end of a short mask, none does."""
+    """Return a bool mask [R]. Without a mask, all tokens count; beyond the end of a short mask, none does."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -254,8 +254,6 @@ class TokenSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamples:
-    """Chosen sequences of one run."""
-
     sequences: tuple[TokenSample, ...]
     """The worst, typical and random sequences, then the worst of each step."""
     choice: str

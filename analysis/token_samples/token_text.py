@@ -139,8 +139,6 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokens of a tokenizer.json."""
-
     pieces: dict[int, str]
     added: dict[int, str]
     """Texts of added tokens by id; these need no decoding."""
@@ -237,7 +235,7 @@ SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
 """Marks for white space; a newline's mark is followed by the line break."""
 
 MOST_MARKS = 4
-"""Combining marks shown in a row; more would overlap other lines."""
+"""Maximum number of combining marks shown in a row; more would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}

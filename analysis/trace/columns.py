@@ -26,7 +26,6 @@ class OptionalColumns:
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    """Return which optional columns have a value, in one run or in any."""
     return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
@@ -92,7 +91,6 @@ def read_hyperparameters(database: Database, run: str | None = None) -> dict[str
 
 
 def parse_pair(text: str) -> Pair:
-    """Split `a:b` into its two passes."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
@@ -100,7 +98,6 @@ def parse_pair(text: str) -> Pair:
 
 
 def num_scored(database: Database) -> dict[str, int]:
-    """Return the number of score rows with logprobs, by pass."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
 
@@ -176,7 +173,6 @@ def sample_sentence(number: int, total: int) -> str:
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:
-    """Warn if a compared pass covers only a sample of the sequences."""
     asked = {name for name in names if name.startswith(REPLAY_PREFIX)}
     if asked:
         found = sampled_passes(database)
@@ -188,8 +184,6 @@ def tell_sampled(database: Database, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One training attempt of a resumed run."""
-
     attempt: int
     first_step: int
     last_step: int

@@ -24,7 +24,6 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of reading threads in this process."""
     _most[:] = [most]
 
 
@@ -47,7 +46,6 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 BATCH_ROWS = 1024
 
 Explain = Callable[[Exception], TimTraceError]
-"""Maps a DuckDB error to the error to raise."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
@@ -98,7 +96,6 @@ class Connection:
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
-        """Run SQL statements, and return the rows of the last one."""
         if isinstance(query, str):
             self.define_named(words_of(query))
             self.choose_files(query, parameters)

@@ -87,7 +87,7 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # whoever examined the sources has already warned
+        if self.damaged and not looked_at:  # the code that examined the sources has already warned
             tell_damage(self.damaged)
 
     @contextmanager
@@ -244,7 +244,6 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [

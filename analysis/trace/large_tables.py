@@ -48,7 +48,7 @@ class _LargeTable:
     folder: str
     """Prefix of the files' paths in the names that TraceFiles uses."""
     no_columns: str = ""
-    """The same columns as NULLs of their types, which read no file."""
+    """The same columns as typed NULLs, so that no file is read."""
 
     @property
     def marker(self) -> str:

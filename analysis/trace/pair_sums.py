@@ -32,12 +32,10 @@ OF_DIFFERENCES = (
     "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "peak_d", "sum_weight",
     "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
 )  # fmt: skip
-"""Columns that `difference_sums` computes."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
-"""Columns that `probability_sums` computes."""
 
 Sizes = list[tuple[str, int, np.ndarray]]
 """Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
@@ -106,7 +104,6 @@ def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
 
 
 def finite(tokens: Tokens) -> FiniteTokens:
-    """Select the tokens to compare between the passes `a` and `b`."""
     counted = tokens.where(tokens.counted_T)
     a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
     finite_T = np.isfinite(a_T) & np.isfinite(b_T)
@@ -138,7 +135,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, over d = a - b. A sequence begins at its index in `starts_B`."""
+    """Return the [B] sums in OF_DIFFERENCES, over d = a - b. `starts_B` has each sequence's first index."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -235,7 +232,6 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Return one entry for each stretch of rows of one run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)

@@ -123,7 +123,6 @@ class Gathered:
         self._num_kept = 0
 
     def take(self, other: Gathered) -> None:
-        """Add what another Gathered kept for the same histogram."""
         for bin, parts in other._parts.items():
             self._parts[bin] += parts
             self._num_kept += sum(len(values) for values, _ in parts)

@@ -25,8 +25,6 @@ Block = tuple[slice, slice, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of several sequences, concatenated."""
-
     logprobs: dict[str, Array]
     """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
@@ -39,12 +37,10 @@ class Tokens:
 
     @property
     def starts_N(self) -> np.ndarray:
-        """Index of each sequence's first token."""
         return np.asarray(np.cumsum(self.lengths_N) - self.lengths_N)
 
     @property
     def sequence_T(self) -> np.ndarray:
-        """Index of each token's sequence."""
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:

@@ -32,8 +32,6 @@ RUN_OF_FOLDER = "tim_trace_run"
 
 @dataclass(slots=True, kw_only=True)
 class Source(Snapshot):
-    """A snapshot of a trace, with its stored sums."""
-
     run: str
     newest: dict[int, int] = field(default_factory=dict)
     """Last training attempt of each step; empty if the run was never resumed."""
@@ -113,7 +111,7 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find the stored sums that cover the most segments of each pair, and the pairs whose sums cover everything."""
+    """For each pair, find the stored sums that cover the most segments, and whether they cover everything."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}

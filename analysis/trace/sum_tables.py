@@ -28,13 +28,10 @@ IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
-"""Options of pyarrow's ParquetWriter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedFile:
-    """A file with sums computed for one run."""
-
     run: str
     kind: str
     pair: Pair
@@ -75,7 +72,6 @@ class SumTables:
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if a pair's sums were computed rather than stored."""
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:

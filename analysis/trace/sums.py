@@ -123,7 +123,7 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Insert the rows of a query for the run and the columns after the pair. A single thread preserves their order."""
+    """`rows` is a query for the run and the columns after the pair. A single thread preserves its order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -208,7 +208,6 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
-    """Slice a range of steps from the rows of a run, which are sorted by step."""
     steps = array_of(rows["step"])
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
@@ -489,7 +488,6 @@ def _lists(pair: Pair, unit: Unit) -> str:
 
 
 def _within(unit: Unit) -> str:
-    """Return the last arguments of an SQL macro: a unit's runs, first step and last step."""
     first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
     return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
 

@@ -44,8 +44,6 @@ _PASSES_OF_SCORES = """
 
 
 class TableViews:
-    """Views of the tables of several traces, limited to some steps and sequences."""
-
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
@@ -94,13 +92,11 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences by run, step and seq_id, replacing earlier exclusions."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):

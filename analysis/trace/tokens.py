@@ -210,7 +210,8 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets work."""
+    """Return the number of tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets
+    work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 

@@ -164,7 +164,6 @@ def floats(values: Any) -> str:
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Collect the token data for the page's view of single sequences."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),

@@ -137,7 +137,6 @@ class Stack(Chart):
 
 
 def stack_of(series: Sequence[LineChart]) -> Stack:
-    """Return the run overview: every series, stacked in one figure."""
     charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
@@ -266,7 +265,6 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
-    """Add a title if the style asks for it, and a legend for several names or for a heatmap's curves."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
     width = (
         (figure.get_figwidth() - 0.6) * 72 / 0.56

@@ -134,7 +134,6 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
-    """Yield rows of Python numbers, which CSV shows with all digits."""
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
