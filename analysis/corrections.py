@@ -44,23 +44,25 @@ def corrections(
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
     Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and quartile of
-    sequence length in tokens. With d = logprob(a) - logprob(b), rho_t = exp(d) is the ratio of a token; rho_seq =
-    exp(sum of d) and rho_geo = exp(mean of d) are ratios of a sequence. Exponents are clamped to +-20 nats. The column
-    `kept` is the condition for keeping a token or sequence, in terms of rho; `bound_on` is the ratio that the paper or
-    framework bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    sequence length in tokens. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+
+    With d = logprob(a) - logprob(b), the ratio of a token is rho_t = exp(d), and the ratios of a sequence are
+    rho_seq = exp(sum of d) and rho_geo = exp(mean of d). Exponents are clamped to +-20 nats. The column `kept` is the
+    condition for keeping a token or sequence, in terms of rho; `bound_on` is the ratio that the paper or framework
+    bounds.
 
     - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
       of its tokens is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
       0, and are NULL if there are none.
-    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl: 1 /
-      mean((w / mean w)^2) over tokens, as verl 0.9.0 logs it, which includes rejected tokens at their full weight.
-    - mass_cut_*: sum of rho over cut tokens divided by the sum of rho over all tokens. This is the share of pass a's
-      probability that is lost, and so the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f
-      1(rho > C)]).
-    - bias_*: mean |rho - w|, the largest possible error in the mean of a function with values in [-1, 1], since E_a[f]
-      - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound on
-      the variance of one weighted sample. Both exist per token and per sequence, and are NULL at a level whose ratio
-      does not set the weight.
+    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl:
+      1 / mean((w / mean w)^2) over all tokens, as verl 0.9.0 logs it, with the weights before rejection.
+    - mass_cut_*: sum of rho over the tokens or sequences that are cut, divided by the sum over all of them. This is the
+      share of pass a's probability that is lost, and so the bias of a masked ratio (richardli.xyz/rl-collapse: bias of
+      Seq-MIS = -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the largest possible error in the mean of a function with values in [-1, 1], because
+      E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an upper
+      bound on the variance of one weighted sample. Both exist per token and per sequence, and are NULL at a level whose
+      ratio does not set the weight.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

@@ -118,7 +118,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         yield LineChart(
             key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
             note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; the lines "
-            "are the variance of each over tokens. The drift is intended and clipped; the mismatch is neither.",
+            "show the variance of each over tokens. The drift is intended and clipped; the mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):

@@ -246,7 +246,7 @@ _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800
 
 
 def visible(text: str) -> str:
-    """Make every character of a token's text visible; line breaks stay.
+    """Make every character of a token's text visible; line breaks are kept.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
     odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.

@@ -104,7 +104,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence is a block of its own."""
+    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence gets a block of its own."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
