@@ -173,7 +173,6 @@ _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Record the trainer's tensor at a version; return True if it changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -234,7 +233,6 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """Compare the digests of engine and trainer in a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:

@@ -41,7 +41,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of the mean squared mismatch removed by computing some operators of one side with the other's code."""
+    """Share of the mean squared mismatch removed by computing some operators of one side with the other side's code."""
 
     patch: str
     taker: str

@@ -131,7 +131,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def prompt(session: Session, show: Callable[[Rows], None]) -> None:
-    """Answer queries until the input ends; errors are printed and do not end the session."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     print(GREETING, file=sys.stderr)

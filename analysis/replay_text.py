@@ -44,7 +44,6 @@ def _duration(seconds: float) -> str:
 
 
 def not_held_reason(code: str) -> str:
-    """Say why the replay as recorded did not reproduce the recorded bits."""
     return WHY[code].format(name="").replace("  ", " ")
 
 

@@ -66,7 +66,6 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Make a table with one row per dataclass instance."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
@@ -122,7 +121,6 @@ class _Column:
         self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
 
     def fold(self) -> None:
-        """Wrap a long name so that the values determine the column's width."""
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
         self._measure()
 
@@ -149,7 +147,6 @@ def _line_width(columns: Sequence[_Column]) -> int:
 
 
 def _folded(name: str, width: int) -> list[str]:
-    """Break a name after `/` and `_` into lines of at most `width` characters, if possible."""
     lines = [""]
     for part in re.findall(r"[^/_]*[/_]?", name):
         if lines[-1] and len(lines[-1] + part) > width:

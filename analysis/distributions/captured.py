@@ -191,7 +191,6 @@ def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield each range of consecutive rows as (first, last + 1)."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     for part in np.split(rows, cuts):
         yield int(part[0]), int(part[-1]) + 1

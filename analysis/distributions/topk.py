@@ -143,7 +143,6 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return a [C] bool mask of the rows that contain NaN or have no mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (

@@ -34,7 +34,6 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return the value of each series that never changes, by name."""
     return {
         name: float(values[0])
         for name in SERIES

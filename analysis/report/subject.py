@@ -77,7 +77,6 @@ class Subject:
 
     @property
     def steps(self) -> np.ndarray:
-        """[n] int64; steps of the run."""
         found = next(iter(self.series.values()), None)
         return np.empty(0, np.int64) if found is None else found.steps
 

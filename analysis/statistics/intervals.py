@@ -68,7 +68,7 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group: step and group_id, or the sequence itself without one."""
+    """Return SQL for a sequence's group: step and group_id, or the sequence itself if it has no group_id."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 

@@ -44,7 +44,6 @@ class Bounds:
     negative_high: float = math.inf
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Clip ratios by the sign of their advantage; `positive` marks A > 0."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # same bounds for both signs
             return at_most

@@ -32,7 +32,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Return the standard deviation from the median absolute deviation, or the plain one if most values are equal.
+    """Estimate the standard deviation from the median absolute deviation, or directly if most values are equal.
 
     scipy.stats.median_abs_deviation takes nine times as long.
     """

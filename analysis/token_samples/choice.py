@@ -234,7 +234,6 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
 def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """Describe the chosen sequences. `lacking` lists the passes of the pair that have no logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]

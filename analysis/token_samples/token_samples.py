@@ -39,7 +39,6 @@ def read_chosen(
     database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str],
     text: TokenText, max_sequence_tokens: int,
 ) -> Iterator[TokenSample]:  # fmt: skip
-    """Yield the chosen sequences in order, with the logprobs of `passes`."""
     place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
     if not place:
         return
@@ -208,8 +207,8 @@ class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
     d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count in the loss and have finite
-    logprobs in both passes. Scores are those of the first inner iteration. Token texts are those of `visible`, not
-    escaped for HTML.
+    logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
+    `visible`, but are not escaped for HTML.
     """
 
     step: int

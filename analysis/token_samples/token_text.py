@@ -94,7 +94,6 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Characters outside the byte alphabet are encoded as UTF-8."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 

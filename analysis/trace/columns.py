@@ -103,7 +103,6 @@ def num_scored(database: Database) -> dict[str, int]:
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
-    """Say which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
@@ -206,7 +205,6 @@ _ATTEMPTS = """
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """Return the training attempts of a resumed run; empty if there was only one attempt."""
     if not database.sources[0].newest:
         return ()
     rows = database.ask(_ATTEMPTS).dicts()

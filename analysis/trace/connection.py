@@ -133,7 +133,6 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn DuckDB errors caused by trace files into tim-trace errors."""
         try:
             with interruptible():
                 yield

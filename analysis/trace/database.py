@@ -133,7 +133,6 @@ class Database:
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` permits that."""
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
@@ -192,7 +191,6 @@ class Database:
             self._defined.discard("lookup")  # the next query that needs the lookup defines it again, without sums
 
     def step_condition(self, run: str | None = None) -> str:
-        """Return an SQL condition for a run's steps in the views; empty if they have all steps."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
@@ -259,7 +257,6 @@ def core_files() -> list[MacroFile[Database]]:
 
 @cache
 def core_catalogue() -> Catalogue[Database]:
-    """Return the catalogue with only the core macros."""
     return Catalogue(core_files())
 
 

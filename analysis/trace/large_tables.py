@@ -114,7 +114,6 @@ class LargeTables:
         return choice
 
     def take(self, choice: FileChoice) -> None:
-        """Make the next query read these files."""
         if choice.counted != self._counted:
             self._counted = choice.counted
             for table in self._tables:
@@ -128,7 +127,6 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """Return the files that a query needs according to its plan; None if it cannot be planned."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")

@@ -91,7 +91,6 @@ def quoted(text: str) -> str:
 
 
 def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return a pair as two arguments of an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 

@@ -247,7 +247,6 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
 
 
 def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
-    """Return every column as an Arrow array; sums are NULL for a sequence without a finite token."""
     sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}

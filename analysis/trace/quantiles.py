@@ -118,7 +118,6 @@ class Gathered:
             self.count()
 
     def count(self) -> None:
-        """Merge equal values into one with a count."""
         self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
         self._num_kept = 0
 

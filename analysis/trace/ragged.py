@@ -115,7 +115,6 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
 
 
 def flat(lists: Any) -> tuple[Any, np.ndarray]:
-    """Return the concatenated lists, and the length of each."""
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
     return whole.flatten(), np.diff(array_of(whole.offsets)).astype(np.int64)
 

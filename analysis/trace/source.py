@@ -84,7 +84,6 @@ def open_source(url: str, *, examined: Examined | None = None) -> Source:
 
 
 def urls_of(traces: Traces) -> list[str]:
-    """Return the URLs of the traces, as given. Raises InvalidOption if there are none."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
         raise InvalidOption("got no trace; give one or more folders", option="traces")
@@ -146,7 +145,6 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    """Return metadata that says what a file of sums was made from."""
     return {
         MADE_OF: json.dumps(
             {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}

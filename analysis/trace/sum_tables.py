@@ -82,7 +82,6 @@ class SumTables:
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums, for every sequence or every run, in place of the stored ones."""
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
@@ -166,7 +165,6 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """Return a schema whose metadata lists the sealed files from which the sums were made."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 

@@ -384,7 +384,6 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    """Split a run into ranges of steps to process at once."""
     steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
 

@@ -65,7 +65,6 @@ class TableViews:
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Select the files of large tables that a query needs; the returned function selects them again."""
         large = self.large
         choice = None if large is None else large.choose(query, parameters)
         return lambda: None if large is None or choice is None else large.take(choice)
@@ -130,7 +129,6 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Return SQL for a table's columns, with NULL for those that the files lack."""
         # DuckDB maps Arrow types to the names of its own types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
@@ -202,7 +200,6 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
 
 
 def define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
-    """Define a view of the rows of several queries; without a query it is empty."""
     if not parts:
         connection.register(f"empty_{name}", no_rows(schema))
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]

@@ -81,7 +81,6 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str]) -> Tokens:
-    """Return the tokens in rows of a `token_query`, with the logprobs of some passes."""
     lists = {name: rows.column(name) for name in ("mask", "advantage", "advantages") if name in rows.schema.names}
     return tokens_of({name: rows.column(name) for name in passes}, **lists)
 

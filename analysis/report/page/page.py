@@ -149,7 +149,6 @@ def term(word: str, shown: str) -> Markup:
 
 
 def pack(value: Any) -> str:
-    """Encode a value as JSON, gzip it, and encode the result as base64."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
@@ -159,7 +158,6 @@ def pack_text(text: str) -> str:
 
 
 def floats(values: Any) -> str:
-    """Encode numbers as little-endian float32 in base64."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 

@@ -59,7 +59,6 @@ class PaperStyle:
     """Off by default, because papers put the title in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
-        """Apply the matplotlib settings inside a `with` block, then restore the previous ones."""
         fonts = list(dict.fromkeys([self.font, FONT]))
         return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
 

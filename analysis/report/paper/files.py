@@ -26,7 +26,6 @@ _METADATA: dict[str, dict[str, str | None]] = {
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
-    """Return the overview of all series, followed by the charts that have data."""
     return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
