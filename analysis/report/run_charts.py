@@ -182,7 +182,7 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "contract": "Everything that affects the numbers of a pass: engine, versions, dtypes, kernels, parallelism, "
     "sampling.",
     "advantage": "How much better a response did than the others in its group. If positive, training makes the "
-    "response likelier.",
+    "response more likely.",
     "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
     "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",

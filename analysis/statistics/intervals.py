@@ -127,10 +127,11 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its values with each of P parts left out. Parts are whole groups.
+    """Return the interval of a smooth statistic from its values with each of P parts left out.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW for fewer than
-    MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
+    Each part consists of whole groups. Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent.
+    The result is FEW for fewer than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value,
+    as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
