@@ -109,7 +109,8 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read a pair's tokens once, here or on a cluster; inside the context, the correction macros use the result."""
+    """Read a pair's tokens once, in this process or on a cluster. Inside the context, the correction macros use the
+    result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]

@@ -232,7 +232,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""The question, the function that answers it, and the command that shows the details, by code."""
+"""For each code: the question, the function that answers it, and the command that shows the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

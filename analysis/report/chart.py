@@ -32,7 +32,6 @@ _FEW = 40
 class Line:
     name: str
     x: Array
-    """[n]"""
     y: Array
     """[n] float64; NaN where missing."""
     is_side: bool = False
@@ -76,11 +75,11 @@ class Chart:
     sql: str
     """SQL query that returns the chart's values, or a command that prints them."""
     remark: str = ""
-    """Shown next to the chart, for example about omitted data."""
+    """Remark shown next to the chart, for example about omitted data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to draw, only a remark."""
+        """True if the chart has only a remark and nothing to draw."""
         return False
 
 
@@ -101,11 +100,11 @@ class Heatmap(Chart):
     x_label: str
     y_label: str
     x_edges: Array
-    """[X + 1]"""
+    """Edges of the columns, [X + 1]."""
     y_edges: Array
-    """[Y + 1]"""
+    """Edges of the rows, [Y + 1]."""
     counts: Array
-    """[Y, X]"""
+    """Number of tokens in each cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count values beyond the y axis."""

@@ -46,7 +46,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to segments of a series, from running sums."""
+    """Residual sums of squares of lines fitted to segments of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)

@@ -16,7 +16,7 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that add up as they are."""
+"""Columns of schemas.sums that can be added up unchanged."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:

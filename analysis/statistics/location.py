@@ -128,7 +128,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
     """Return the 95% interval of the first index of a decline, for fitted levels and autocorrelated noise.
 
-    `deviation` is a lower bound on the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
+    `deviation` is a lower bound on the noise (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
     """
     centred = values - values.mean()
     n = len(centred)

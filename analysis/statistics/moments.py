@@ -1,4 +1,4 @@
-"""Correlations and centred sums of squares and products, in two passes, merged over sequences.
+"""Compute correlations and centred sums of squares and products in two passes, and merge them over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 

@@ -1,4 +1,4 @@
-"""Noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
+"""Measure the noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
 
 Shapes: n values, one per step, without gaps.
 """

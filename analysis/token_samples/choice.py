@@ -63,8 +63,8 @@ class LookedAt:
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose the steps to search: notable ones, those with the `worst` sequences (if sums are stored), evenly spaced
-    ones."""
+    """Choose the steps to search: notable ones, those with the `worst` sequences (if sums are stored), and evenly
+    spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)

@@ -199,7 +199,8 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a token's logprob in a pass: a number; NULL, or no row of scores; NaN; an infinity."""
+"""State of a token's logprob in a pass: FINITE is a number; NOT_RECORDED is NULL, or no row of scores; NAN is NaN;
+INFINITE is either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,11 @@ class MacroFile(Generic[Owner]):
 
     name: str
     sql: str
-    """Also searched for the names that the file defines and calls."""
+    """SQL of the file; also searched for the names that the file defines and calls."""
     register: Callable[[Owner], object] | None = None
     """Adds `functions` to a database before the SQL is run."""
     define: Callable[[Owner], object] | None = None
-    """Defines the macros, if running `sql` unchanged does not."""
+    """Defines the macros, if `sql` cannot be run as it is."""
     functions: tuple[str, ...] = ()
     """Python functions and tables that `register` or `define` adds."""
     is_listed: bool = True

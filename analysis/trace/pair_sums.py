@@ -45,7 +45,7 @@ FUNCTION = "pair_sums_of"
 BATCH_ROWS = 256
 """Maximum number of long sequences per batch; it is small because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Number of tokens per batch of short sequences, and the maximum number of sequences in it."""
+"""Number of tokens in a batch of short sequences, and maximum number of sequences in such a batch."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)

@@ -17,7 +17,7 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Tokens processed at once; their arrays fit in a core's cache."""
+"""Number of tokens processed at once, so that their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
 """Range of sequences, range of their tokens, and each sequence's first token as an index into that range."""

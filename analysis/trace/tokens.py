@@ -178,7 +178,8 @@ CPUS = 4
 """CPUs per actor: several, because reading is multithreaded and every actor has to open the traces."""
 
 UNITS = 64
-"""Minimum number of units per reading on a cluster, so that actors that finish early get more work."""
+"""Minimum number of units into which a reading on a cluster is split, so that actors that finish early get more
+work."""
 
 
 def spread(
