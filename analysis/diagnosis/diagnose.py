@@ -18,6 +18,7 @@ from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
+from ..alarms.figures import token_figures
 from ..alarms.reading import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
@@ -35,6 +36,7 @@ from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..trace.macros import quoted
+from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
 from ..trace.source import Pair
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
@@ -136,13 +138,15 @@ def diagnose(
     names = parse_pair(pair)
     database = open_database(trace, steps)
     with database.telling(progress):
-        data = gather(database, names, trace=database.given[0])
+        data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
     checked = judge(data, pair, data_findings(database, data.sample))
     sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
+    sums = data.sums
+    of_tokens = token_figures(sums.steps, sums.columns) if SUM_EXP_ABS_D in sums.columns else None
     opened_control = None if control is None else open_database(control, steps)
     attribution = explain(database, names, control=opened_control, checked=checked, progress=progress)
     with database.telling(progress):
@@ -165,11 +169,17 @@ def diagnose(
             is_inferred=coarser not in (sides[0].declared, sides[1].declared),
         ),
         figures=figures,
-        alarms=read_alarms(database, names),
+        alarms=read_alarms(database, names, of_tokens),
         replays=replays,
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)),
         located=located,
     )
+
+
+def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
+    """Return the sums of each sequence to read; traces do not store the last one, so it is computed or omitted."""
+    stored = (*COUNTS, *OF_DIFFERENCES)
+    return stored if database.sums.covers(pair) else (*stored, SUM_EXP_ABS_D)
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
@@ -275,8 +285,8 @@ def own_metrics(data: PairData) -> dict[str, float]:
     """Return the metrics over all tokens in the trace, named as in figures and alarms.
 
     With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
-    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums, so it covers only
-    the tokens read individually.
+    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from stored sums; with these, it
+    covers only the tokens read individually.
     """
     sums = data.sums
     if not sums.num_tokens:
@@ -285,8 +295,9 @@ def own_metrics(data: PairData) -> dict[str, float]:
     columns = addable({name: values[there].astype(np.float64) for name, values in sums.columns.items()})
     totals = {name: np.asarray(values.sum(), np.float64) for name, values in columns.items()}
     found = {name: float(FROM_SUMS[name](totals)) for name in _FROM_SUMS}
-    sampled = np.abs(data.sample.d[data.sample.compared])
-    return found | {
-        "max_abs_d": float(sums.columns["max_abs_d"].max()),
-        "mean_exp_abs_d": float(np.mean(np.exp(np.minimum(sampled, 700.0)))) if len(sampled) else float("nan"),
-    }
+    if SUM_EXP_ABS_D in sums.columns:
+        found["mean_exp_abs_d"] = float(sums.columns[SUM_EXP_ABS_D].sum() / sums.num_tokens)
+    else:
+        sampled = np.abs(data.sample.d[data.sample.compared])
+        found["mean_exp_abs_d"] = float(np.mean(np.exp(np.minimum(sampled, 700.0)))) if len(sampled) else float("nan")
+    return found | {"max_abs_d": float(sums.columns["max_abs_d"].max())}
