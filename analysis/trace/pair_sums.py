@@ -35,7 +35,7 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it only on request; traces do not store it."""
+"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it on request; traces do not store it."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
