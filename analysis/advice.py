@@ -1,10 +1,8 @@
-"""Next steps for the user: a command to copy, and a remark."""
-
 from __future__ import annotations
 
 
 class Advice(str):
-    """A shell command and a remark, joined into one string but still available on their own.
+    """A suggested next step: a shell command and a remark, joined into one string but also available separately.
 
     >>> advice = Advice("tim-trace record -- X", "keeps weights")
     >>> str(advice), advice.command, advice.remark
@@ -14,7 +12,7 @@ class Advice(str):
     command: str
     """Empty if there is no command to run."""
     remark: str
-    """What the command is for, or what to do if there is none; may be empty."""
+    """What the command is for, or advice if there is no command; may be empty."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)

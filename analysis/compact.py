@@ -1,5 +1,3 @@
-"""Merge a trace's many files into a few, sorted by step, so that reading opens fewer of them."""
-
 from __future__ import annotations
 
 import os
@@ -25,7 +23,6 @@ COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after"
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""Stored sums by (kind, pair of passes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,7 @@ class Compaction(Result):
 
     trace: str
     tables: Rows
-    """One row per table: files and bytes before and after, and files left unmerged (replays and already large ones)."""
+    """One row per table. `files_left` counts files that are never merged: replays, and files that are already large."""
 
     @property
     def has_changed(self) -> bool:
@@ -51,10 +48,10 @@ def compact(
 ) -> Compaction:
     """Merge a trace's many files into a few of about `file_size` each, sorted by step and pass.
 
-    Every result stays the same, bit for bit. The trace is rewritten in place, or written to `output`, a folder or a
-    URL, where `force` replaces an existing trace. It is safe to interrupt: the trace stays complete, and the next call
-    picks up where it left off. A trace that is still being recorded is not merged. Replays, distributions and weights
-    keep separate files.
+    Every result computed from the trace stays the same, bit for bit. The trace is rewritten in place, or written to
+    `output` (a folder or URL), where an existing trace is replaced only with `force`. It is safe to interrupt: the
+    trace stays complete, and the next call picks up where the last one left off. A trace that is still being recorded
+    is not merged. Replays, distributions and weights keep separate files.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part is missing.
     """
@@ -73,7 +70,7 @@ def compact(
 
 
 def _valid_sums(trace: str) -> _Sums:
-    """Read the stored sums that cover every sealed row; merging does not change them."""
+    """Read the stored sums that cover every sealed row. They are still valid after merging."""
     try:
         source = open_source(trace)
         return {

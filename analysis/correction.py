@@ -1,4 +1,4 @@
-"""Published corrections for off-policy tokens: weights computed from ratios, and rejected sequences."""
+"""Published off-policy corrections, which weight tokens by probability ratios or reject sequences."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _INFINITY = math.inf
 class Correction:
     """A correction rule: how tokens are weighted, and which sequences are rejected.
 
-    With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum of d) for a sequence. Bounds are
-    on d or rho, even where a framework bounds the inverse ratio.
+    With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum of d) for a sequence. All bounds
+    apply to d or rho, even if a framework bounds the inverse ratio.
     """
 
     name: str
     rule: str
     """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Ratio that the paper or framework bounds, such as a/b or b/a; empty without bounds."""
+    """Ratio that the paper or framework bounds, such as a/b or b/a; empty if it has no bounds."""
     kept: str
     """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
     level: str = "none"
@@ -57,7 +57,8 @@ def published(
     a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
     icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
 ) -> list[Correction]:  # fmt: skip
-    """Return the published corrections, with published thresholds by default. verl's presets keep verl's own."""
+    """Return the published corrections, by default with their published thresholds. verl's presets always use
+    verl's."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -94,7 +95,8 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for these rules. If given, the query `zones` supplies precomputed zones."""
+    """Define the correction macros for these rules. Without `zones`, a query for precomputed zones, they read
+    tokens."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
@@ -114,14 +116,14 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the (lower, upper) token bounds of all rules, each sorted. They separate the zones."""
+    """Return the sorted lower and the sorted upper token bounds of all rules. The zones lie between these bounds."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return SQL for an integer that encodes which of the rules' bounds a sequence passes."""
+    """Return SQL for an integer that encodes between which of the rules' bounds a sequence lies."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -169,7 +171,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets of RolloutCorrectionConfig in verl 0.9.0. verl's k1 is -d, so its bounds are on 1 / rho."""
+    """Return the presets of RolloutCorrectionConfig in verl 0.9.0. Bounds on verl's k1 = -d are bounds on 1 / rho."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

@@ -1,8 +1,9 @@
-"""Sum tokens by zone: the interval between two adjacent bounds that a token's ratio falls in. Corrections need no more.
+"""Sum tokens by zone, which is all that corrections need. A zone is an interval of ratios between adjacent bounds.
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
-Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens with one advantage sign and zone.
+Shapes: T tokens of several sequences, concatenated; G groups, each of one sequence's tokens with the same advantage
+sign and zone.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Columns of a group with SQL types; corrections.sql documents them."""
+"""Columns of a group with their SQL types, documented in corrections.sql."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
 """Exponents are clamped to +- this many nats, as in verl; exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Advantage classes: negative, zero, positive, and non-finite or missing."""
+"""Number of advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""
 
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
-    """Register `correction_zones_of(a, b, mask, advantage, advantages)`: a list of groups per sequence."""
+    """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns each sequence's groups as a
+    list."""
     with suppress(duckdb.InvalidInputException):  # not registered yet
         connection.remove_function(FUNCTION)
     connection.create_function(
@@ -92,7 +94,6 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return each group's sequence index [G] within the block, and [G] values per column of TYPES, NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
@@ -104,7 +105,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     num_zones = len(lows) + len(highs) + 1
     zone_T = np.searchsorted(lows, ratio_T, "right") + np.searchsorted(highs, ratio_T, "left")
     sign_T = np.where(np.isfinite(own_T), np.sign(own_T), 2).astype(np.int64) + 1
-    # Tokens without a finite ratio form an extra group after the zones.
+    # Tokens without a finite ratio go into an extra zone after the last one.
     cell_T = (row_T * _SIGNS + sign_T) * (num_zones + 1) + np.where(finite_T, zone_T, num_zones)
     cells, group_T, num_G = np.unique(cell_T, return_inverse=True, return_counts=True)
     row_G, sign_G, zone_G = (
@@ -118,7 +119,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Each group repeats the values of the whole sequence. Any ratio within the zone can represent the zone.
+    # max_k2 and min_ratio cover the whole sequence, so its groups all repeat them. ratio is any one ratio of the zone.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

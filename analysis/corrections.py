@@ -1,5 +1,3 @@
-"""Compute what corrections would have done to a recorded run."""
-
 from __future__ import annotations
 
 import warnings
@@ -45,23 +43,28 @@ def corrections(
 ) -> Rows:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Returns one row per correction and run, step, or (by length) quartile of sequence length in tokens.
-    With d = logprob(a) - logprob(b), rho_t is exp(d) of a token; rho_seq and rho_geo are exp of the sum and the mean of
-    d over a sequence; exponents are clamped to 20 nats. `kept` says when a token or sequence is kept, in terms of rho,
-    and `bound_on` which ratio the source bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and quartile of
+    sequence length in tokens. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    - cut: weight 0; truncated: weight lowered to its bound; touched: sequences with a cut token. The `_positive` and
-      `_negative` columns cover tokens with an advantage above and below 0; NULL if there are none.
-    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), n over all tokens or sequences; ess_verl: 1 / mean((w / mean w)^2)
-      over tokens, as verl 0.9.0 logs it: from the weights alone, rejected tokens included.
-    - mass_cut_*: sum of rho over cut tokens divided by the sum of rho: the share of pass a's probability that is lost,
-      which is the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
-    - bias_*: mean |rho - w|, the largest possible error in the mean of a function within [-1, 1], since
-      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper
-      bound on the variance of one weighted sample. Both per token and per sequence; NULL at a level whose ratio does
-      not set the weight.
+    With d = logprob(a) - logprob(b), the ratio of a token is rho_t = exp(d), and the ratios of a sequence are
+    rho_seq = exp(sum of d) and rho_geo = exp(mean of d). Exponents are clamped to +-20 nats. The column `kept` is the
+    condition for keeping a token or sequence, in terms of rho; `bound_on` is the ratio that the paper or framework
+    bounds.
 
-    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) to spread the tokens over.
+    - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
+      of its tokens is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
+      0, and are NULL if there are none.
+    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl:
+      1 / mean((w / mean w)^2) over all tokens, as verl 0.9.0 logs it, with the weights before rejection.
+    - mass_cut_*: sum of rho over the tokens or sequences that are cut, divided by the sum over all of them. This is the
+      share of pass a's probability that is lost, and so the bias of a masked ratio (richardli.xyz/rl-collapse: bias of
+      Seq-MIS = -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the largest possible error in the mean of a function with values in [-1, 1], because
+      E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an upper
+      bound on the variance of one weighted sample. Both exist per token and per sequence, and are NULL at a level whose
+      ratio does not set the weight.
+
+    `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -106,7 +109,8 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read a pair's tokens once, here or on a cluster; inside the context, the correction macros use the result."""
+    """Read a pair's tokens once, in this process or on a cluster. Inside the context, the correction macros use the
+    result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
@@ -155,9 +159,10 @@ def _warn_of_advantages(database: Database) -> None:
     ((num_sequences, lacking),) = database.connection.execute(query).fetchall()
     if lacking:
         told = (
-            "no advantages recorded, so the columns by sign of the advantage are NULL; record "
+            "no advantages recorded, so the _positive and _negative columns are NULL; record "
             "them with Recorder.add_sequences(advantage=...) or import them"
             if lacking == num_sequences
-            else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of the columns by sign of the advantage"
+            else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of the _positive "
+            "and _negative columns"
         )
         warnings.warn(told, TimTraceWarning, stacklevel=3)

@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-The engine's digest is that of the tensor read back from it, or else of the tensor last sent to it. Equal digests mean
-equal bits in the engine's dtype, so nothing is estimated.
+The engine's digest is that of the tensor read back from the engine or, if none was read, of the tensor last sent to it.
+Equal digests mean equal bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the tensor can be compared without knowing earlier versions."""
+"""SQL condition: the engine received and holds the trainer's tensor, so it can be compared without earlier versions."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -57,14 +57,16 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Steps sampled by a process that recorded no digests; a NULL dtype marks an engine that all processes share."""
+"""Selects the steps sampled by a process that recorded no digests. A NULL dtype marks an engine shared by all
+processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Steps at which training workers recorded their engines' weights but no sequences, as in verl."""
+"""Selects the steps at which training workers recorded their engines' weights but no sequences, as verl's workers
+do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,9 @@ class EngineTensor:
 
     tensor: str
     causes: tuple[str, ...]
-    """Causes that fit the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Possible causes given the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """Latest version whose tensor equals the engine's bit for bit; None if the trainer never had such a tensor."""
+    """Latest version at which the trainer's tensor equals the engine's bit for bit; None if there is none."""
     cast: str | None
     """dtype that the trainer's tensor was cast to on its way to the engine; None if not cast."""
     is_loaded: bool
@@ -84,7 +86,7 @@ class EngineTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """One engine as it starts sampling with a policy version."""
+    """State of one engine when it starts sampling with a policy version."""
 
     version: int
     writer: str
@@ -92,14 +94,13 @@ class EngineVersion:
     given: dict[str, int]
     """Version at which the engine last received each listed tensor."""
     agreeing: frozenset[str]
-    """Listed tensors that equal the trainer's."""
     num_agreeing: int
-    """Tensors that equal the trainer's, listed or only counted."""
+    """Number of tensors that equal the trainer's, including those that are counted but not listed."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Tensors without a digest from the engine or the trainer."""
+    """Number of tensors for which the engine's or the trainer's digest is missing."""
     num_updated: int
-    """Agreeing tensors that changed since the previous version."""
+    """Number of agreeing tensors that changed since the previous version."""
     was_given: bool
     """True if the engine has received any tensor so far."""
 
@@ -114,19 +115,15 @@ class EngineFault:
 
     cause: str
     tensor: str
-    """Differing tensor with the oldest bits."""
+    """The differing tensor with the oldest bits."""
     version: int
-    """Last version affected."""
     holds_version: int | None
     given_version: int | None
-    """Version at which the engine last received the tensor; None if never."""
     is_loaded: bool
-    """True if the engine holds the tensor last sent to it."""
     num_tensors: int
-    """Differing tensors at `version`."""
+    """Number of differing tensors at `version`."""
     of_tensors: int
     num_versions: int
-    """Versions affected."""
     of_versions: int
     first_version: int
     cast: str | None
@@ -139,15 +136,15 @@ class EngineVerdict:
     """Which steps were sampled with the trainer's weights, and why the others were not."""
 
     faults: tuple[EngineFault, ...] = ()
-    """The fault that explains the most differences comes first."""
+    """In descending order of the number of differences they explain."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield each engine at every policy version it sampled with, in order.
+    """Yield the state of each engine at every policy version it sampled with, in version order.
 
-    Of repeated steps, only the newest attempt counts. Tensors that the engine always received unchanged are counted
-    rather than listed, unless `every_tensor`.
+    If a step was repeated, only its newest attempt is used. Tensors that the engine always received unchanged are
+    counted rather than listed, unless `every_tensor`.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -176,7 +173,6 @@ _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Record the trainer's tensor at a version; return True if it changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -194,7 +190,7 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` counts the unlisted tensors, which all agree, and how many of them
+        """Compare the next version. `plain` is the number of unlisted tensors, which all agree, and how many of these
         changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
@@ -226,7 +222,7 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the causes that fit one differing tensor; `is_new` means that the engine just received it."""
+    """Return the possible causes of one difference. `is_new`: the engine received the tensor at this version."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -237,7 +233,6 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """Compare the digests of engine and trainer in a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
@@ -262,7 +257,7 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Group one version's differences by cause. `is_late`: tensors other than an adapter's base weights are stale."""
+    """Group one version's differences by likely cause. `is_late`: some tensor in the run is most probably stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -301,9 +296,9 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
 
-    `given_version` is when the engine last received the tensor, `holds_version` the latest version whose bits it has,
-    and `num_differ` the number of versions at which the two differed. by="module" groups layers; each row then shows
-    the group's tensor with the oldest bits.
+    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version
+    whose bits the engine has, and `num_differ` the number of versions at which engine and trainer differed. by="module"
+    groups layers, and each row shows the group's tensor that differed at the most versions.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
@@ -347,7 +342,8 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the one that differed at the most versions, then the one with the oldest bits."""
+    """Keep one row per name: the tensor that differed at the most versions, or of several, the one with the oldest
+    bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

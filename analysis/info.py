@@ -1,5 +1,3 @@
-"""Summarize a trace: contents, writers, and missing data."""
-
 from __future__ import annotations
 
 import os
@@ -26,8 +24,6 @@ LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterInfo:
-    """One process that wrote to the trace."""
-
     writer: str
     state: str
     """`live`, `finished`, `killed` (exited without closing) or `stopped` (recording failed)."""
@@ -35,12 +31,12 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt that it belongs to; None outside a training run, or if not recorded."""
+    """Training attempt that the writer belongs to; None outside a training run, or if not recorded."""
     known_by: str
-    """How `state` is known: the writer `closed`, its `process` was found, its machine `restarted`, or by the `age` of
-    its last sign of life."""
+    """How `state` was determined. `closed`: the writer said so; `process`: its process was looked up; `restarted`: its
+    machine has restarted; `age`: from the time since its last sign of life."""
     silent_s: float | None
-    """Seconds since its last sign of life, if `known_by` is `age`."""
+    """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
@@ -52,15 +48,15 @@ class WriterInfo:
 class PassInfo:
     name: str
     num_rows: int
-    """Score rows with logprobs."""
+    """Number of score rows with logprobs."""
     num_sequences: int
     engine: str | None
     num_contracts: int
     num_captured: int
     num_routed: int
-    """Score rows with router choices."""
+    """Number of score rows with router choices."""
     note: str | None
-    """That scores cover only a sample, or why there are none (from the contract); otherwise None."""
+    """Says that the scores cover only a sample, or (from the contract) why there are none; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +74,6 @@ class TraceInfo(Result):
     exit_code: int | None
     """None while the command runs, or if there was no command."""
     state: str
-    """`live`, `finished`, `killed` or `stopped`."""
     capture: str
     capture_fraction: float
     model: str | None
@@ -95,7 +90,7 @@ class TraceInfo(Result):
     num_response_tokens: int
     num_metrics: int
     num_eval_sequences: int
-    """Sequences sampled for evaluation, which no other count includes."""
+    """Number of sequences sampled for evaluation; no other count includes them."""
     num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
@@ -103,17 +98,16 @@ class TraceInfo(Result):
     """Bytes per folder; `dense` holds the captured distributions."""
     num_captured: int
     num_located: int = 0
-    """Stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     judged: tuple[str, ...] = field(default=())
-    """Processes that are not visible from this machine: why each counts as live or ended, one sentence each."""
+    """One sentence per process that is not visible from this machine, on why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
-    """What the trace lacks, one sentence each."""
+    """One sentence per kind of missing data."""
     damaged: tuple[str, ...] = field(default=())
-    """Unreadable or missing files, which no result includes, one sentence each."""
+    """One sentence per unreadable or missing file; no result includes these files."""
     ignored: tuple[str, ...] = field(default=())
-    """Files that do not belong to the trace, one sentence each."""
+    """One sentence per file that does not belong to the trace."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -204,7 +198,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Sequences whose names are compared at once; a larger step is processed alone."""
+"""Maximum number of sequences whose names are compared at once; a step that exceeds it is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -245,11 +239,11 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
-        return ["token ids, so these texts cannot be replayed; import a dump with token ids, or record the run"]
+        return ["token ids, so the trace cannot be replayed; import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
             "prompt token ids, so the trace cannot be replayed; import files that have them (--map THEIRS=prompt_ids if "
-            "their field has another name)"
+            "the field has a different name)"
         ]
     if source.store.exists(WEIGHTS):
         return []
@@ -260,7 +254,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences it did not score, first step, last step); replays are left out."""
+    """Yield (pass, number of sequences without its scores, first step, last step). Replays are skipped."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:
@@ -321,7 +315,6 @@ def duration(seconds: float) -> str:
 
 
 def state_of(source: Source) -> str:
-    """Return `live`, `finished`, `killed` or `stopped`."""
     return _state(source, [_writer(source, state, 0, 0) for state in source.writers if not state.is_launcher])
 
 

@@ -1,5 +1,3 @@
-"""Render the result of `tim-trace info` as text."""
-
 from __future__ import annotations
 
 import shlex
@@ -62,7 +60,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 
 _WORTH_TELLING = 0.05
-"""A writer is listed if it made training wait for the disk at least this long, in seconds."""
+"""Writers that made training wait for the disk at least this many seconds are always listed."""
 
 
 def _is_notable(writer: WriterInfo) -> bool:
@@ -76,7 +74,7 @@ def _capture(info: TraceInfo) -> str:
     if info.capture == "logprobs":
         return "logprobs of sampled tokens"
     return (
-        f"{info.capture} of {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
+        f"{info.capture} for {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
         f"{decimal(info.num_bytes.get('dense', 0))} in dense/"
     )
 
@@ -93,7 +91,7 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    # Replay writers have no sequences; those that finished are left out.
+    # Leave out replay writers that finished; they have no sequences.
     shown = [w for w in info.writers if w.num_sequences or _is_notable(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 

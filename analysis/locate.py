@@ -1,5 +1,3 @@
-"""Find the operator where two executions diverge, and store the result in the trace."""
-
 from __future__ import annotations
 
 import os
@@ -35,22 +33,24 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Sequences of one recorded step run through two executions of the recorded weights: a is `arm` (by default as
+    Runs sequences of one recorded step through two executions of the recorded weights: a is `arm` (by default as
     recorded), b is `against` (by default the recorded model in float64). `engine=vllm` runs either one in vLLM,
     `engine=exact` in the exact engine. Each operator is compared with a float64 model on the same inputs, so errors
-    from earlier operators do not count. The divergence is the first operator whose error exceeds what rounding can
-    cause, given its dtype and the length of its sums. `carried` is the share of the mismatch due to an operator's own
-    error.
+    from earlier operators are excluded. The executions diverge at the first operator whose error exceeds what rounding
+    can cause, given its dtype and the length of its sums. `carried` is the share of the mismatch due to an operator's
+    own error.
 
-    `steps` is a single step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
-    both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated parts
-    of names, such as `q_proj,rotary`) limit what is checked and patched. `patch="kinds"` computes one kind of operator
-    at a time with the other execution's code, on the same inputs, and measures how much of the mismatch that removes;
-    `"none"` skips this. `model_factory` (for a) and `against_factory` (for b), as module:function, build the model with
-    your own code, which also runs once in float64, where rounding hides nothing.
+    `steps` is a single step. `sequences` is a number N (the N sequences with the largest mismatch between trainer and
+    engine, if both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators`
+    (comma-separated parts of names, such as `q_proj,rotary`) limit what is checked and patched. `patch="kinds"`
+    computes one kind of operator at a time with the other execution's code, on the same inputs, and measures how much
+    of the mismatch that removes; `"none"` skips this. `model_factory` (for a) and `against_factory` (for b) name
+    functions, as module:function, that build the model with your own code. Such a model also runs once in float64,
+    where rounding cannot hide a bug.
 
-    `keep` stores the result in `locate/` of a local trace, replacing an earlier one with the same options; `diagnose`
-    and the views `operators` and `patches` read it from there. If it could not be stored, `not_kept` says why.
+    `keep` stores the result in `locate/` of a local trace, replacing any earlier result with the same options;
+    `diagnose` and the views `operators` and `patches` read it from there. If it could not be stored, `not_kept` says
+    why.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -80,6 +80,6 @@ def question_id(question: LocateQuestion) -> str:
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
-    if question.operators is None:  # questions from earlier releases have none
+    if question.operators is None:  # keep the ids of earlier releases, which had no such option
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())

@@ -1,5 +1,3 @@
-"""Render the result of `tim-trace locate` as text."""
-
 from __future__ import annotations
 
 from ..tracer.located import ROUTES, Divergence, WeightDifference
@@ -7,7 +5,6 @@ from .location import Location, PatchShare, location_rows
 from .rows import MAIN_COLUMNS, Rows, shown, to_text
 
 _MOST_ROWS = 12
-"""Maximum number of table rows to show."""
 _LEAST = 5e-4
 """Rows below this share of the mismatch are not shown."""
 _REMOVES = 0.5
@@ -16,7 +13,7 @@ _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Replay options that compute a kind of operator more precisely."""
+"""Replay options that compute an operator more precisely, by kind of operator."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -56,7 +53,7 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(
             (
                 "",
-                "the other operators can be checked without them; to check these too, run code that computes each one "
+                "the other operators can be checked without these; to check them too, run code that computes each one "
                 "separately, such as transformers",
             )
         )
@@ -84,7 +81,7 @@ def _answer(found: Location) -> str:
         return _first(found.first, found)
     if not found.gap_rms:
         return "No mismatch: both executions give every token the same logprob."
-    said = "Only rounding: no operator of a or b exceeds its bound."
+    said = "Only rounding: no operator of a or b exceeds its rounding bound."
     top = max(found.kinds, key=lambda each: each.carried, default=None)
     best = max(_single(found), key=lambda each: each.removed, default=None)
     if best is not None and best.removed > _REMOVES:
@@ -114,7 +111,6 @@ def next_command(found: Location) -> str:
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Return the patches of a single kind of operator, or of the choice of experts."""
     singles = {ROUTES, *(each.kind for each in found.kinds)}
     return [each for each in found.patches if each.patch in singles]
 
@@ -145,8 +141,8 @@ def _first(first: Divergence, found: Location) -> str:
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (
-        f"The first divergence is {first.operator} in {whose}: its code computes something different; rounding hides "
-        f"this, float64 shows it."
+        f"The first divergence is {first.operator} in {whose}: its code computes something different, which "
+        f"rounding hides but float64 shows."
     )
 
 

@@ -36,12 +36,12 @@ class OperatorShare:
     carried_low: float | None
     carried_high: float | None
     ratio: float
-    """Largest own error divided by its rounding bound."""
+    """Largest ratio of an operator's own error to its rounding bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of the mean squared mismatch removed by computing some operators of one side with the other's code."""
+    """Share of the mean squared mismatch removed by computing some operators of one side with the other side's code."""
 
     patch: str
     taker: str
@@ -60,13 +60,14 @@ class Location(Findings, Result):
 
     num_sequences: int
     num_groups: int
-    """Resampling units of the intervals."""
+    """Number of prompt groups, which are the resampling units of the intervals."""
     no_interval: str | None
-    """Why the shares have no interval; None if they do."""
+    """Why the shares have no interval; None if they have one."""
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 due to all own errors: 1 if the model is linear in them; None without a mismatch."""
+    """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them; None without a
+    mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
@@ -115,7 +116,6 @@ def _carried(
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
 ) -> Iterator[OperatorShare]:
-    """Yield each key's share of the mismatch, largest first."""
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:
@@ -169,7 +169,6 @@ def read_located(database: Database) -> tuple[LocatedResult, ...]:
 
 
 def newest(database: Database) -> LocatedResult | None:
-    """Return the newest readable result, or None."""
     return next(reversed(read_located(database)), None)
 
 

@@ -1,4 +1,4 @@
-"""Run SQL over traces, from a call or at a prompt. By default, queries can only read, and only the traces."""
+"""Run SQL over traces, from Python or at a prompt. By default, queries can only read, and only from the traces."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors that the query itself causes, not the contents of files."""
+"""Errors caused by the query itself, not by the contents of files."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
 def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
     """Run a DuckDB SQL query on one or more traces.
 
-    `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only the traces. Raises
-    InvalidQuery with DuckDB's message if the query is wrong.
+    The docstring of `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only from the
+    traces. Raises InvalidQuery with DuckDB's message if the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
 
 
 class Session:
-    """Traces kept open for several queries."""
-
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = open_database(traces)
         self._unsafe, self._has_facts = unsafe, False
@@ -82,13 +80,13 @@ class Session:
             return Rows(columns, result.fetchall() if columns else [])
         except TimTraceError:
             raise
-        except (duckdb.Error, ValueError) as error:  # ValueError: a kind of statement unknown to DuckDB's Python API
+        except (duckdb.Error, ValueError) as error:  # ValueError: DuckDB's Python API does not know the statement type
             if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
 
     def _define_facts(self) -> None:
-        """Define the view `facts`, on demand because this runs all of `attribute`'s analysis."""
+        """Define the view `facts`. This is done on demand, because it runs the full analysis of `attribute`."""
         from .attribution.attribute import facts_table
 
         self._has_facts = True
@@ -97,7 +95,8 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless a statement only reads. EXPLAIN counts as its inner statement, which ANALYZE runs."""
+    """Raise InvalidQuery unless a statement only reads. EXPLAIN is judged by its inner statement, which ANALYZE
+    runs."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
@@ -132,7 +131,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def prompt(session: Session, show: Callable[[Rows], None]) -> None:
-    """Answer queries until the input ends; errors are printed and do not end the session."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     print(GREETING, file=sys.stderr)
@@ -146,7 +144,7 @@ def prompt(session: Session, show: Callable[[Rows], None]) -> None:
 
 
 def _read() -> str | None:
-    """Read lines up to one that ends with a semicolon; None at the end of the input."""
+    """Read lines until one ends with a semicolon; return None at the end of the input."""
     lines: list[str] = []
     while not lines or not lines[-1].rstrip().endswith(";"):
         try:

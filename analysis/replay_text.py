@@ -1,4 +1,4 @@
-"""Render `tim-trace replay`, its plan, `tim-trace triangulate` and `tim-trace gradient`."""
+"""Render the results of replay, its plan, triangulate and gradient as text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def _duration(seconds: float) -> str:
 
 
 def not_held_reason(code: str) -> str:
-    """Say why the replay as recorded did not reproduce the recorded bits."""
     return WHY[code].format(name="").replace("  ", " ")
 
 
@@ -111,7 +110,6 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Say whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:

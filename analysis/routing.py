@@ -21,10 +21,10 @@ from .trace.ragged import struct_fields
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
-"""SQL functions for the agreement per layer of a sequence, and per token."""
+"""SQL functions that return a sequence's agreement by layer and by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""Run; group and first row in pass a, then in pass b; number of tokens."""
+"""SQL types of the run; the group and first row in pass a, then in pass b; and the number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -33,7 +33,7 @@ _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
 class Agreement(NamedTuple):
-    """Agreement between two routings of the same tokens, choice by choice."""
+    """Agreement between two routings of the same tokens, for each token and layer."""
 
     known_NL: np.ndarray
     """bool: both passes routed the token in this layer."""
@@ -42,9 +42,9 @@ class Agreement(NamedTuple):
     same_order_NL: np.ndarray
     """bool: both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Experts in common divided by S (by the larger S if they differ)."""
+    """Number of experts in common divided by S (the larger S if the passes differ)."""
     num_weights_NL: np.ndarray
-    """Experts in common that have weights in both passes."""
+    """Number of experts in common that have weights in both passes."""
     abs_dweight_NL: np.ndarray
     """Sum of |weight a - weight b| over these experts."""
 
@@ -74,7 +74,6 @@ def compare(a: Routing, b: Routing) -> Agreement:
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:
-    """Sum each layer over the tokens that both passes routed."""
     columns = {
         "num_tokens": found.known_NL,
         "num_same_experts": found.same_experts_NL,
@@ -99,7 +98,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
 
-    Confined queries may call them: they open nothing but groups in the dense/ folders of these traces.
+    Confined queries may call them, because they open nothing but groups in the dense/ folders of these traces.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -123,7 +122,7 @@ MACROS = MacroFile[Database](
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
-    """Compare rows of scores; `a` and `b` are columns of groups and of first rows."""
+    """Compare rows of scores. `a` and `b` are each a column of groups and a column of first rows."""
     runs, counts = run.to_pylist(), num_tokens.to_pylist()
     sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
     return [compare(one, other) for one, other in zip(*sides, strict=True)]

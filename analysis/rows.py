@@ -20,8 +20,7 @@ from ..schemas.steps import ALL_STEPS
 
 
 def cell_len(text: str) -> int:
-    """Return a text's width in terminal cells."""
-    from rich.cells import cell_len as measured  # keeps --help fast
+    from rich.cells import cell_len as measured  # imported here to keep --help fast
 
     return measured(text)
 
@@ -67,7 +66,6 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Make a table with one row per dataclass instance."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
@@ -91,10 +89,10 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table, one line per row, with numbers to six digits. A few long rows become lists of names and values.
+    """Render a table with one line per row and numbers to six digits. A few long rows become lists of names and values.
 
-    A table wider than `width` loses columns, with a ColumnsLeftOut warning that lists them. Columns in `main` are kept
-    first, in that order, then the others from left to right.
+    If the table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in `main`
+    are kept first, in that order, then the others from left to right.
     """
     if not rows.columns:
         return ""
@@ -123,7 +121,6 @@ class _Column:
         self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
 
     def fold(self) -> None:
-        """Wrap a long name so that the values set the column's width."""
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
         self._measure()
 
@@ -137,11 +134,10 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Texts and names are not cut below this width, in characters."""
+"""Minimum width of truncated values and wrapped names, in characters."""
 _MOST_NAMED = 6
-"""Maximum number of dropped columns to name in the warning."""
 _LONG_TEXT = 40
-"""Texts shorter than this, in characters, are not wrapped."""
+"""Values of at least this many characters may be wrapped, and do not determine the width of a list."""
 _MOST_LISTS = 4
 """Maximum number of long rows rendered side by side as lists."""
 
@@ -151,7 +147,6 @@ def _line_width(columns: Sequence[_Column]) -> int:
 
 
 def _folded(name: str, width: int) -> list[str]:
-    """Break a name after `/` and `_` into lines of at most `width` characters, if possible."""
     lines = [""]
     for part in re.findall(r"[^/_]*[/_]?", name):
         if lines[-1] and len(lines[-1] + part) > width:
@@ -181,7 +176,7 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     kept.sort(key=lambda column: column.place)
     left_out = [column.name for column in ranked if column not in kept]
     told = [f"{len(left_out)} of {len(columns)} columns left out ({_listed(left_out)})"] if left_out else []
-    told += [f"texts in {', '.join(cut)} truncated"] if cut else []
+    told += [f"values in {', '.join(cut)} truncated"] if cut else []
     if told:
         warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
     return kept
@@ -207,7 +202,6 @@ def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
 
 
 def _list_widths(columns: Sequence[_Column]) -> tuple[int, list[int]]:
-    """Return the width of the names and of each row's values, ignoring long texts."""
     rows = zip(*(column.cells for column in columns), strict=True)
     values = [max((cell_len(text) for text in row if len(text) < _LONG_TEXT), default=1) for row in rows]
     return max(cell_len(column.name) for column in columns), values
@@ -264,7 +258,6 @@ def _spelled(code: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` line by line."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
@@ -281,7 +274,7 @@ def of_steps(steps: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Apply `printable` to every text in a result, so that a trace's text cannot pass for the program's output."""
+    """Apply `printable` to every string in a result, so that text from a trace cannot pass for the program's output."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):

@@ -1,5 +1,3 @@
-"""Statistics of a pair of passes, by run, step or sequence."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -45,25 +43,26 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call
-    reads no tokens.
+    Stores the sums of each sequence in the trace (`sums/` and `index/`) if it is local, finished and writable, so that
+    the next call need not read tokens.
 
-    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite value
-    in both; NaN and infinities are counted separately. The columns are those of the SQL macros `pair_runs`,
-    `pair_steps` and `pair_sequences`, plus those of `pair_distribution_runs`, `_steps` and `_sequences` if both passes
-    captured distributions. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
+    logprob in both passes; NaN and infinities are counted separately. The columns are those of the SQL macros
+    `pair_runs`, `pair_steps` and `pair_sequences`, plus those of `pair_distribution_runs`, `_steps` and `_sequences` if
+    both passes captured distributions. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    If both passes have router choices, `routing_agreement` is the share of choices with the same experts, and
-    `by="layer"` gives one row per layer, with the columns of the SQL macro `pair_routing_layers`.
+    If both passes have router choices, `routing_agreement` is the share of choices in which both selected the same
+    experts, and `by="layer"` gives one row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
-    Above 33,554,432 tokens, a run's quantiles come from histograms per step, and `quantile_error` bounds their relative
-    error: 2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
+    For a run of more than 33,554,432 tokens, quantiles come from histograms per step, and `quantile_error` bounds their
+    relative error: 2^-10 (0.1%), or 0 for exact quantiles. `exact` reads the tokens a second time to make them exact.
 
-    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) to spread the tokens over.
+    `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
     `like` (`verl`, `trl`, `slime`, `nemo-rl`, `prime-rl` or `openrlhf`) returns that framework's metrics under its own
-    names and definitions, one row per step, or one for the run as a single batch. `options` are then the framework's
-    options, the fields of its dataclass in `analysis.frameworks`; pass a is the trainer, b the engine.
+    names and definitions: one row per step, or one row that treats the run as a single batch. `options` are the
+    framework's options, which are the fields of its dataclass in `analysis.frameworks`. Pass a is taken as the trainer,
+    b as the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -152,7 +151,7 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Say where the metrics of `stats` with `like` are defined, with caveats; empty without `like`."""
+    """Return notes on the metrics of `stats` with `like`: where they are defined, and caveats. Empty without `like`."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

@@ -43,15 +43,12 @@ _TOKENS = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideErrors:
-    """Error of the trainer or the engine against the reference."""
+    """Error of the trainer or the engine against the reference: mean, mean absolute and root mean square, in nats."""
 
     name: str
     mean: float
-    """nats"""
     mean_abs: float
-    """nats"""
     rms: float
-    """nats"""
     share: float
     """Share of mean d^2 due to this side's error."""
     share_low: float | None
@@ -61,7 +58,7 @@ class SideErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Trainer and engine error, and how much of the mismatch each change removes on its own."""
+    """Errors of trainer and engine, and the share of the mismatch that each arm removes on its own."""
 
     _text = "tim_trace.analysis.replay_text:triangulation_text"
 
@@ -70,9 +67,10 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Resampling units of the intervals: the sequences of a step with the same group_id, or one without group_id."""
+    """Number of resampling units for the intervals. A unit is the sequences of a step that share a group_id, or a
+    single sequence without one."""
     no_interval: str | None
-    """Why the shares have no interval; None if they do."""
+    """Why the shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
     """Root mean square of d = logprob(train) - logprob(rollout), nats."""
@@ -84,9 +82,11 @@ class Triangulation(Result):
     identity_held: bool
     """True if the replay reproduced the recorded bits."""
     not_held: str | None
-    """Code of `ReplayedStep` for why the recorded bits were not reproduced; None if they were, or no replay ran."""
+    """Why the recorded bits were not reproduced, as a code of `ReplayedStep`; None if they were, or if no replay
+    ran."""
     arms: Rows
-    """One row per arm: the mismatch with the arm as the trainer, and the share of mean d^2 that this removes."""
+    """One row per arm: the mismatch if its replay takes the trainer's place, and the share of mean d^2 that this
+    removes."""
 
 
 def triangulate(
@@ -105,9 +105,9 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count in the loss and have finite logprobs in trainer, engine and
-    reference. `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own;
-    `allow_kernel` lists recorded attention kernels that may be downloaded from the hub and run. `ray` and
-    `gpus_per_arm` spread the work over a Ray cluster, as in `replay`.
+    reference. `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
+    recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
+    the work over a Ray cluster, as in `replay`.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -164,7 +164,7 @@ def _errors(
     for name, parts in found.items():
         if not parts:
             raise NothingToCompare(
-                f"no token of these steps has a logprob in train, rollout and {name}; choose other steps"
+                f"no token of these steps has a logprob in train, rollout and {name}; choose different steps"
             )
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
@@ -172,7 +172,8 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield the sums by pass and step for one unit of work, and the same number of tokens as `_errors`."""
+    """Yield, for one unit of work, the sums by pass and step, and the number of tokens whose bits were not
+    reproduced."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -186,7 +187,6 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens whose bits differ between the recording and its replay as recorded."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -281,14 +281,12 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: sums of d^2, and of d^2 - e_r^2, which goes away if the replay takes the trainer's place. The
-columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
+"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is what a replay removes if it takes the
+trainer's place. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens of one or more steps."""
-
     groups: dict[str, np.ndarray]
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
@@ -297,7 +295,7 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over one step's tokens, at least one; the columns are those of `_tokens`."""
+        """Sum over the tokens of one step, at least one. `tokens` has the columns that `_tokens` returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}
@@ -319,7 +317,6 @@ class ErrorSums:
 
 
 def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Concatenate the groups of one or more steps, in order, and add up the totals."""
     return ErrorSums(
         groups={name: np.concatenate([part.groups[name] for part in parts]) for name in parts[0].groups},
         totals={name: fsum(part.totals[name] for part in parts) for name in parts[0].totals},

@@ -1,5 +1,3 @@
-"""Read a whole trace and check it against the writers' checksums and counts."""
-
 from __future__ import annotations
 
 import os
@@ -40,11 +38,11 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: files read, bytes, and damaged files."""
+    """One row per folder: number of files read, bytes, and number of damaged files."""
     damaged: tuple[str, ...]
-    """Damaged or missing files, one sentence each."""
+    """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]
-    """Files that do not belong to the trace, one sentence each."""
+    """One sentence per file that does not belong to the trace."""
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +81,6 @@ class _Part:
 
     folder: str
     name: str
-    """Unique within the folder."""
     num_bytes: int
     read: Callable[[], Any]
     """Reads the unit; raises an error that describes the damage."""
@@ -103,7 +100,7 @@ class _Verifier:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes in the large folders, for the progress bar."""
+        """Size of the large folders, for the progress bar."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
@@ -128,8 +125,8 @@ class _Verifier:
                 f"{', '.join(outdated)}"
             )
         self.ignored += [
-            f"{self.store.shown(relative)}: is outdated or damaged; it only repeats other files and will be rewritten with "
-            f"the next sums"
+            f"{self.store.shown(relative)}: is outdated or damaged; it only duplicates other files and will be "
+            "rewritten when sums are next stored"
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
@@ -182,7 +179,7 @@ class _Verifier:
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:
-                yield f"{self.store.shown(relative)}: not a folder of a trace; remove it"
+                yield f"{self.store.shown(relative)}: does not belong to a trace; remove it"
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
                 continue  # the journal is read below
@@ -223,7 +220,6 @@ class _Verifier:
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
     def _weights(self) -> Iterator[_Part | str]:
-        """Yield every version of the weights, to be rebuilt and checked against its hashes."""
         reader = open_weights(self.store)
         if not isinstance(reader, WeightReader):  # checkpoints outside the trace
             return

@@ -37,7 +37,8 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of the given steps, or return one that already has these steps and this cluster.
+    """Open traces as a database of the given steps. A database that already has these steps and this cluster is
+    returned.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
@@ -58,7 +59,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     - `pair_routing(a, b)` and related macros, if router choices were recorded;
     - `objective_tokens(train, rollout, now, ...)` and `loss_shares(now, ...)` for the effect of the mismatch on a loss.
 
-    Each has a column `run`. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a trace is still being
+    All have a column `run`. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a trace is still being
     written, the connection shows the rows recorded so far.
 
     Raises InvalidOption for an unknown framework, TraceNotFound, NewerTrace or DamagedTrace.

@@ -35,15 +35,16 @@ def weights(
 ) -> Rows:
     """List the weight versions, with their size and the share of elements that changed.
 
-    By version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits
-    differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98% stay the
-    same), and a hash of the version's whole history. `verify` rebuilds each version and checks its hashes; the column
-    `verified` is `ok` or describes the damage. By module, layers are grouped, and `num_unchanged` counts the versions
-    without changed elements.
+    By version, each row has the number of elements, their size in bytes and on disk, the share of elements whose bits
+    differ from the previous version (in bfloat16 at usual learning rates, at least 98% stay the same: arXiv
+    2602.03839), and a hash of the version's whole history. `verify` rebuilds each version and checks its hashes; the
+    column `verified` is `ok` or describes the damage. By module, layers are grouped, and `num_unchanged` counts the
+    versions in which no element changed.
 
-    `engine` compares the engine's tensors, or groups of layers, instead: the trainer's version when the engine last
-    started sampling, the version at which the engine last received the tensor, the latest version whose bits it has,
-    whether they agree, the number of versions at which they differed, and why (a code in WEIGHT_CAUSES).
+    `engine` compares the engine's tensors, or groups of layers, with the trainer's instead. Each row has the trainer's
+    version when the engine last started sampling, the version at which the engine last received the tensor, the latest
+    version whose bits the engine has, whether the two agree, the number of versions at which they differed, and why (a
+    code in WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -138,7 +139,7 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """None if a part has no previous version."""
+    """Return None if a part has no previous version."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None
@@ -195,7 +196,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Rows that agree at every version are counted rather than listed, unless `verbose`."""
+    """Render the rows; those that agree at every version are only counted, unless `verbose`."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

@@ -2,33 +2,34 @@
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
-For each side, three things are known: an interval [lo, hi] for each listed token; an interval for the mass t of all
-other tokens; and `cap`, the largest probability that another token can have, which is the smallest listed probability,
-or t if t is smaller. The bounds hold for all distributions that fit. Proof, with h(p, q) of divergence.py (h(p, p) = 0,
-h >= 0, jointly convex, homogeneous of degree 1):
+For each side, three things are known: an interval [lo, hi] for the probability of each listed token; an interval for t,
+the total mass of the unlisted tokens; and `cap`, the largest probability that an unlisted token can have, which is the
+smallest listed probability, or t if t is smaller. The bounds hold for all distributions consistent with these. Proof,
+with h(p, q) from divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
 in general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory
 and statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
 
-Lower bound. h(., q) decreases up to q and increases beyond it, and likewise h(p, .) around p. Over a box of intervals
-the minimum of h is therefore 0 if the intervals overlap, and h of the two nearest endpoints if not. Each partition,
-with each cell at its minimum, gives a bound; the largest of three is taken. All have a cell for each token listed by
-both sides, and
-    1  one cell for the rest;
-    2  one for the tokens only a lists, with q in [0, min(t_b, n cap_b)] for n tokens, one for those only b lists, and
-       one for those neither lists;
-    3  one for each token listed by one side, with the other probability in [0, cap], and one for those neither lists.
+Lower bound. As a function of p, h(p, q) decreases up to q and increases beyond q; the same holds with p and q swapped.
+If p and q each lie in an interval, the minimum of h is therefore 0 if the intervals overlap, and otherwise h at their
+two nearest endpoints. The sum of these minima over the cells of a partition is a lower bound. The largest of three such
+bounds is used; each partition has one cell for every token that both sides list, and
+    1  one cell for all other tokens;
+    2  one for the n tokens that only a lists, with q in [0, min(t_b, n cap_b)], one for those that only b lists, and
+       one for those that neither side lists;
+    3  one for each token that only one side lists, with the other side's probability in [0, cap], and one for the
+       tokens that neither side lists.
 
 Upper bound. A convex h is largest at a corner of its box. For tokens not listed by both sides, merging gives
 h(p, q) <= h(p, 0) + h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for
 Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b has none. If b is full and has no zeros,
-it is finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p / q) <= sum p max(ln(cap / q), 0),
-which is largest with as much mass as possible on the smallest q.
+there is a finite bound: a's unlisted probabilities p are at most cap and add up to at most t, so sum p ln(p / q) is at
+most sum p max(ln(cap / q), 0), which is largest with as much mass as possible on the smallest q.
 
-Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The
-vocabulary size of a top-K side is unknown. The size of the other side is used if that side is full; otherwise 2^31,
-because ids are int32.
+Entropy. An unlisted token contributes p ln(1 / p) >= p ln(1 / cap), and n unlisted tokens with total mass t contribute
+at most t ln(n / t). The vocabulary size of a top-K side is unknown. The other side's size is used if that side is full;
+otherwise 2^31, because ids are int32.
 
 Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an
 error of at most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits
@@ -94,7 +95,7 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Bound every measure, for rows where a side has only its top K; measures without a bound are left out."""
+    """Return bounds on every measure if at least one side has only its top K. Measures without a bound are omitted."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)

@@ -31,14 +31,14 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of a chunk's float64 logits; comparing a chunk takes about fifteen times as much memory."""
+"""Maximum size of a chunk's float64 logits; comparing a chunk takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where one side's rows are stored, and what identifies their head and contract."""
+    """Where one side's rows are stored, and which head and contract they belong to."""
 
     run: str
     group: str
@@ -56,7 +56,6 @@ class _Opened:
 
     @property
     def width(self) -> int:
-        """Elements per token."""
         arrays = self.group.arrays
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
@@ -83,7 +82,7 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compare captured rows. Calls run one at a time to limit memory."""
+    """Compares captured rows. Calls run one at a time to limit memory."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
@@ -95,7 +94,7 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The last call's error, of which DuckDB passes on only the text."""
+        """The last call's error. DuckDB passes on only its message."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
@@ -192,7 +191,6 @@ def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive rows as (first, last + 1)."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     for part in np.split(rows, cuts):
         yield int(part[0]), int(part[-1]) + 1
@@ -208,7 +206,7 @@ class Head:
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Projection dtype, as torch names it."""
+    """Dtype of the projection, as torch names it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None

@@ -7,7 +7,7 @@ Each divergence is a sum over tokens of h(p, q), with h(p, p) = 0, h >= 0, joint
     total variation            |p - q| / 2
     Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
                                Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
-In this form nearby distributions lose no digits, and bounds on h are bounds on the sum: see bounds.py.
+In this form, nearby distributions lose no precision, and bounds on h give bounds on the sum (see bounds.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array: NumPy types the result of most arithmetic as Any."""
+"""A NumPy array; typed as Any, which is how NumPy types the result of most arithmetic."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
@@ -36,7 +36,7 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""Columns of a compared token, with SQL types."""
+"""Columns for each compared token, with their SQL types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,5 +140,5 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Mask values (NULL) where `where` is True."""
+    """Mask the values where `where` is True, so that they become NULL."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Distributions as probability intervals, known in full or as the top K plus the mass of the tail.
+"""Probability intervals for distributions that are known in full, or as the top K plus the mass of the tail.
 
 Shapes: C rows; K listed tokens; M columns: tokens that either side lists, or the whole vocabulary if one side is full.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding error the intervals allow for."""
+"""Largest logit, before temperature, whose rounding error the intervals allow for."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
@@ -36,13 +36,13 @@ class TopK:
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """[C, K] smallest and largest possible probability of each listed token."""
+        """Return the smallest and largest possible probability of each listed token, [C, K]."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """[C] smallest and largest possible mass of all unlisted tokens."""
+        """Return the smallest and largest possible mass of all unlisted tokens, [C]."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
@@ -143,7 +143,6 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return a [C] bool mask of the rows with NaN or without mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -152,7 +151,8 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the most probable token id [C], and a [C] bool mask of the rows where another token may be as probable."""
+    """Return the most probable token id [C], and a [C] bool mask of the rows where a different token may tie with
+    it."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

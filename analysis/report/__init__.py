@@ -1,1 +1,1 @@
-"""Reports: the analysis of a run in one file, readable in a minute."""
+"""Reports on runs, each in one file that can be read in a minute."""

@@ -43,19 +43,17 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One of the five answers in a report."""
-
     code: str
-    """`unknown` if the trace cannot answer. validity: `valid`, or the first fault. factor: the first finding, or
-    `replay`. size and objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`,
-    `unknown_cause`, or the cause."""
+    """`unknown` if the trace cannot answer the question. Otherwise, by question: validity: `valid`, or the first fault;
+    factor: the first finding, or `replay`; size and objective: a key of the tables above, or `in_ratio`; fall: `none`,
+    `unseen`, `not_finite`, `unknown_cause`, or the cause."""
     severity: str
     """GOOD, NOTICE, BAD or OPEN."""
     short: str
     figure: str = ""
-    """The number behind the answer, with its unit; empty if there is none."""
+    """The key number, with its unit; empty if there is none."""
     basis: str = ""
-    """What the answer rests on: a token count, an interval or a probability."""
+    """What the answer is based on: a token count, an interval or a probability."""
     detail: str
     """The evidence, in the words of the command that found it."""
     question: str = ""
@@ -162,7 +160,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code of the net bias if its direction is certain, otherwise that of the noise."""
+    """Return the code of the net bias if the sign of the bias is certain, otherwise that of the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -207,7 +205,7 @@ def fall_answer(subject: Subject) -> Answer:
     if (supposed := found.supposed_cause) is not None:
         first = supposed.suspects[0]
         return Answer(
-            code="unseen", severity=OPEN, short=f"not detected, but an evaluation may show one: {first.title}",
+            code="unseen", severity=OPEN, short=f"no collapse detected, but an evaluation may show one: {first.title}",
             figure=f"since step {supposed.step}", basis=_probability(found, first), detail=detail,
         )  # fmt: skip
     fall = found.fall
@@ -234,7 +232,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""By code: the question, the function that answers it, and the command that shows the details."""
+"""For each code: the question, the function that answers it, and the command that shows the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

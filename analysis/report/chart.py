@@ -1,4 +1,4 @@
-"""Chart data, which the HTML page, paper figures and CSV files share.
+"""Chart data, shared by the HTML page, paper figures and CSV files.
 
 Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
 """
@@ -15,7 +15,8 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's palette, distinguishable with any colour blindness; the yellow is darkened to show on white."""
+"""Okabe and Ito's palette, distinguishable with any colour blindness, with the yellow darkened to be visible on
+white."""
 
 MARK = "#D55E00"
 """Colour of change marks, and of the envelope over a density."""
@@ -24,16 +25,13 @@ BAND = "#009E73"
 """Colour of published ranges."""
 
 _FEW = 40
-"""A line with at most this many points has a dot at every point."""
+"""A line with at most this many points has a dot at each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a chart, points from left to right."""
-
     name: str
     x: Array
-    """[n]"""
     y: Array
     """[n] float64; NaN where missing."""
     is_side: bool = False
@@ -41,7 +39,8 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots. In a long line, those without neighbours, which no line segment reaches."""
+        """[n] bool: points drawn as dots. In a long line, only points without neighbours, which no line segment
+        reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -50,19 +49,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A change, marked on the x axis."""
-
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`; both equal `x` if it is exact."""
+    """`low` to `high` is the confidence interval of `x`; both equal `x` if the step is exact."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A shaded range on the y axis."""
-
     low: float
     high: float
     text: str
@@ -70,23 +65,21 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Fields common to all charts."""
-
     key: str
-    """Unique name, used for the chart's file and its element in the page."""
+    """Unique name of the chart's file and of its element in the page."""
     title: str
     unit: str
-    """Empty if dimensionless."""
+    """Unit of the values; empty if dimensionless."""
     note: str
     """What the chart shows and how to read it, for a reader new to the term."""
     sql: str
-    """Query that returns the chart's values, or command that prints them."""
+    """SQL query that returns the chart's values, or a command that prints them."""
     remark: str = ""
-    """Shown next to the chart, for example about omitted data."""
+    """Remark shown next to the chart, for example about omitted data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to draw, only a remark."""
+        """True if the chart has only a remark and nothing to draw."""
         return False
 
 
@@ -107,11 +100,11 @@ class Heatmap(Chart):
     x_label: str
     y_label: str
     x_edges: Array
-    """[X + 1]"""
+    """Edges of the columns, [X + 1]."""
     y_edges: Array
-    """[Y + 1]"""
+    """Edges of the rows, [Y + 1]."""
     counts: Array
-    """[Y, X]"""
+    """Number of tokens in each cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count values beyond the y axis."""
@@ -119,8 +112,6 @@ class Heatmap(Chart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A named value with its confidence interval."""
-
     name: str
     value: float
     low: float | None = None
@@ -137,7 +128,6 @@ class BarChart(Chart):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Distinct names of the bars, in order."""
         return tuple(dict.fromkeys(bar.name for bars in self.groups.values() for bar in bars))
 
     @property

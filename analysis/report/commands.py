@@ -1,4 +1,4 @@
-"""Commands and queries that a report offers to copy."""
+"""Commands and queries that a report offers for copying."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return `tim-trace VERB` for the reported trace, with its steps, pair and baseline run where they apply."""
+    """Return `tim-trace VERB` for the reported trace, with its steps, pair and baseline run if the command takes
+    them."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]

@@ -34,10 +34,8 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The first screen of a report: the verdict on one run."""
-
     headline: str
-    """The verdict in one sentence: the first line that `diagnose` prints."""
+    """The verdict in one sentence, which is the first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
     """Suggested commands and advice, most useful first."""
@@ -53,21 +51,19 @@ class Field:
     name: str
     """Path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """By pass; empty if the pass's contract lacks the field."""
+    """Value in each pass; empty if the pass's contract lacks the field."""
     differs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Software, model and settings of a recorded run."""
-
     facts: tuple[tuple[str, str], ...]
     passes: tuple[str, ...]
-    """Columns of `fields`: the passes, numbered if a pass has several contracts."""
+    """Column names of `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """First digits of the SHA-256 of each column's contract."""
+    """First digits of the SHA-256 of the contract in each column."""
     fields: tuple[Field, ...]
-    """Fields that differ between passes come first; otherwise sorted by name."""
+    """Fields that differ between passes first, then the others; both sorted by name."""
     settings: tuple[tuple[str, str], ...]
 
 
@@ -79,7 +75,7 @@ class Report(Result):
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The first run is analysed; the others are drawn for comparison."""
+    """The first run is analysed; the others are only drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
@@ -90,21 +86,18 @@ class Report(Result):
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        """Every chart, in the order shown."""
         return (*self.run, *self.mismatch)
 
     @property
     def title(self) -> str:
-        """Name of the run and verdict, in one line."""
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Put the page in an iframe, which keeps its style and script away from the notebook's."""
+        """Return the page in an iframe, which keeps its style and script apart from the notebook's."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
 def report_text(made: Report) -> str:
-    """Render the headline and one line per answer."""
     verdict = made.verdicts[0]
     width = max(len(title) for title, *_ in QUESTIONS.values()) + 2
     lines = [f"{QUESTIONS[one.question][0]:<{width}}{one.short}" for one in verdict.answers]
@@ -112,7 +105,6 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    """Assemble a report from runs that were already analysed."""
     verdicts = (
         RunSummary(
             headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),
@@ -138,7 +130,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice: how to fix the comparison, how to confirm the cause of a collapse, how to settle open questions."""
+    """List advice: how to fix the comparison, confirm the cause of a collapse, and settle open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:

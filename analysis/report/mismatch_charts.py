@@ -1,4 +1,4 @@
-"""Charts of the mismatch: where it is, how it enters the loss, and what would remove it."""
+"""Charts of the mismatch: where it occurs, how it enters the loss, and what would remove it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that neither drop tokens nor lower weights, so there is nothing to draw."""
+"""Corrections that neither drop tokens nor lower weights, so that there is nothing to draw."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
@@ -32,7 +32,7 @@ _PROFILES = {
         "Rounding gives a flat line. A jump at one position points to a cache, an attention window or a rotary embedding.",
     ),
     "length": (
-        "Mean |d| by length of the response", "tokens of the response", "Shows whether tokens of long responses differ more.",
+        "Mean |d| by length of the response", "tokens of the response", "Shows whether the mismatch is larger in long responses.",
     ),
     "entropy": (
         "Mean |d| by entropy", "entropy of the next-token distribution, nats",
@@ -50,7 +50,6 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """Return every mismatch chart that the run has data for."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)
@@ -67,7 +66,7 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     )  # fmt: skip
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
-        note=f"Each cell counts tokens. {rounding}Large |d| at p near 1 is not rounding. The outermost rows count everything "
+        note=f"Each cell counts tokens. {rounding}A large |d| at p near 1 is not rounding. The outermost rows count everything "
         "beyond the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
         curves=_envelope(spread), is_open=True,
@@ -92,7 +91,7 @@ def _profile(spread: Breakdowns, name: str) -> LineChart:
     title, label, note = _PROFILES[name]
     start = profile.start + (1 if name == "position" else 0)
     return LineChart(
-        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms gives large |d| more weight.", sql=spread.sql[name],
+        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} The rms gives large |d| more weight.", sql=spread.sql[name],
         lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
         x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
     )  # fmt: skip
@@ -119,7 +118,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         yield LineChart(
             key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
             note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; the lines "
-            "are the variance of each over tokens. Drift is intended and clipped; mismatch is neither.",
+            "show the variance of each over tokens. The drift is intended and clipped; the mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
@@ -157,7 +156,7 @@ def _arms(subject: Subject) -> BarChart | None:
     a, b = subject.pair
     return BarChart(
         key="arms", title="Share of the mismatch that each replay removes", unit="share of mean d squared",
-        note=f"The replay replaces {a}: 1 means that it agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
+        note=f"The replay replaces {a}: 1 means that the replay agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
         "Lines are 95% CIs over groups of sequences.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
@@ -177,7 +176,7 @@ def _corrections(subject: Subject) -> BarChart | None:
     }
     return BarChart(
         key="corrections", title="Share that each correction would cut", unit="share of tokens",
-        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. How much a correction helps: see docs/evidence/remedies.md.",
+        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. See docs/evidence/remedies.md for how much each correction helps.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would have no effect: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

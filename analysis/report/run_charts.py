@@ -1,4 +1,4 @@
-"""Charts of a run by step: one per series, all over the same steps."""
+"""Charts of a run by step, one per series, all with the same step axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .subject import Subject
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
 _MOST_STEPS = 12
-"""Maximum number of steps listed in a remark; the rest are only counted."""
+"""Maximum number of steps listed in a remark; any others are only counted."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
@@ -34,7 +34,6 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return the value of each series that never changes, by name."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -65,7 +64,7 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
 
 
 def not_finite(steps: Sequence[int] | np.ndarray) -> str:
-    """Say at which steps values are NaN or infinite, since a chart cannot draw them."""
+    """Say at which steps values are NaN or infinite, because a chart cannot draw them."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -83,7 +82,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return the mismatch with each replay in place of pass a. 0 becomes NaN on a logarithmic axis."""
+    """Return the mismatch if each replay takes the place of pass a. On a logarithmic axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -147,20 +146,20 @@ class Term:
 
 
 SERIES: dict[str, Term] = {
-    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, where d is the trainer's logprob minus the engine's: an estimate of the KL divergence between them that is never negative."),
+    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, where d is the trainer's logprob minus the engine's. It is an estimate of the KL divergence between them, and never negative."),
     "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
     "max_abs_d": Term("Largest |d|", "nats", "The largest difference between the two logprobs of a token in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
     "ess": Term("Token ESS", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
-    "tokens have equal weight; near 0, a few tokens carry nearly all of it."),
+    "tokens have equal weight; near 0, a few tokens have nearly all of it."),
     "reward": Term("Reward", "", "Mean reward of the sequences in the step, as recorded."),
     "length": Term("Response length", "tokens", "Mean number of tokens per response."),
     "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
     "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
-    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio exceeds the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
-    "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those inside the loss: 0 is on-policy."),
-    "changed_weights": Term("Changed weights", "share of elements", "Weight elements that differ bitwise from the previous version. In bfloat16, small updates are rounded away."),
+    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio is beyond the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
+    "policy_lag": Term("Policy lag", "updates", "Number of updates between the weights that sampled and those in the loss: 0 is on-policy."),
+    "changed_weights": Term("Changed weights", "share of elements", "Share of weight elements whose bits differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "Norm of one update divided by the norm of the weights."),
     "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups "
@@ -169,7 +168,7 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""By name of the series, in the order shown."""
+"""Terms by name of the series, in the order shown."""
 
 EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
 
@@ -177,22 +176,22 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "k3_positive": "k3 over the tokens with an advantage above 0.",
     "k3_negative": "k3 over the tokens with an advantage below 0.",
     "d": "The trainer's logprob of a token minus the engine's, in nats. 0.69 nats is a factor of two in probability.",
-    "nats": "Natural-logarithm units: exp(x nats) is a factor.",
-    "rms": "Root mean square: large values count more.",
-    "valid": "Both logprobs measure the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
+    "nats": "Units of the natural logarithm: a difference of x nats is a factor of exp(x).",
+    "rms": "Root mean square, which gives large values more weight.",
+    "valid": "Both logprobs measure the same quantity, with the same tokens, temperature, mask, weights and position. Otherwise, their difference says nothing about numerics.",
     "contract": "Everything that affects the numbers of a pass: engine, versions, dtypes, kernels, parallelism, "
     "sampling.",
-    "advantage": "How much better a response did than other responses in its group; if positive, training makes it "
-    "likelier.",
+    "advantage": "How much better a response did than the others in its group. If positive, training makes the "
+    "response more likely.",
     "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
     "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
-    "alerts": "Levels at which a framework or paper warns, each under its own definition.",
-    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled other groups.",
+    "alerts": "Levels at which a framework or paper issues a warning, each with its own definition.",
+    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled different groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the ratio between a token's probabilities under two policies.",
     "arm": "A replay of recorded steps under different numerics, stored as its own pass.",
-    "observation": "Evidence from one run: the first series to change need not be the cause.",
+    "observation": "Evidence from a single run, in which the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
 """Hover notes, by the word they explain."""

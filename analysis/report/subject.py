@@ -38,19 +38,19 @@ Found = TypeVar("Found")
 NUM_QUESTIONS = 9
 """Progress units per run."""
 WHOLE = 30_000_000
-"""Largest run that is read in full, in tokens."""
+"""Maximum number of tokens in a run that is read in full."""
 MOST_TOKENS = 5_000_000
-"""Number of tokens to read from a larger run; a single large step may exceed it."""
+"""Number of tokens to read from a larger run; a single large step may exceed this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Results of every analysis of one run. A result that could not be computed is None, and `unanswered` says why."""
+    """Results of every analysis of one run. A result that could not be computed is None; `unanswered` says why."""
 
     trace: str
     """Path of the trace as the caller gave it, for suggested commands."""
     asked_steps: str
-    """Steps to report, as the caller gave them."""
+    """Selection of steps, as the caller gave it."""
     condition: str
     """SQL condition that selects these steps; empty for all steps."""
     name: str
@@ -63,9 +63,9 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and the corrections cover, in words."""
+    """Which steps the objective and the corrections cover, as text."""
     arms: Mapping[str, tuple[Series, ...]]
-    """Per-step mismatch between each replay and pass b, by replay."""
+    """Mismatch by step between each replay and pass b, keyed by replay."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -77,7 +77,6 @@ class Subject:
 
     @property
     def steps(self) -> np.ndarray:
-        """[n] int64 steps of the run."""
         found = next(iter(self.series.values()), None)
         return np.empty(0, np.int64) if found is None else found.steps
 
@@ -156,7 +155,8 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Reduce a large run to evenly spaced steps with about `MOST_TOKENS` tokens; also return `steps_read` for them."""
+    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens; also return the text of
+    `steps_read`."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -168,12 +168,11 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Say how many of a run's steps a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to 10 to 200."""
+    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to the range 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

@@ -27,7 +27,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 def local(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output file.
 
-    Raises StorageError for a URL, and if the parent folder does not exist: a typo must not create folders.
+    Raises StorageError for a URL, and for a parent folder that does not exist, because a typo must not create folders.
     """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")

@@ -1,4 +1,4 @@
-"""Divide a series into straight segments at the least cost, exactly.
+"""Find the division of a series into straight segments that has the least cost, exactly.
 
 ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
 
@@ -16,7 +16,8 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise of known variance; below 0.01 if the variance is estimated."""
+"""Probability of a false change point in pure noise of known variance; it stays below 0.01 if the variance is
+estimated."""
 
 _ROUNDS = 4
 
@@ -45,7 +46,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to segments of a series, from running sums."""
+    """Residual sums of squares of lines fitted to segments of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -66,8 +67,9 @@ class StretchSquares:
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance.
 
-    The variance is estimated after the best single cut, and again after all cuts found so far, until these no longer
-    change. In a series without a change, cutting makes it too small, which the factor 1.5 + 70 / n corrects.
+    The variance is estimated after the best single cut, then again after all cuts found with that estimate, until the
+    cuts no longer change. In a series without a change, cutting makes the estimate too small, which the factor
+    1.5 + 70 / n corrects.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:

@@ -1,4 +1,4 @@
-"""Statistics of a pair of passes from totals of schemas.sums: scalars, or arrays over resamples.
+"""Statistics of a pair of passes, from totals of schemas.sums. A total is a scalar, or an array over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -16,7 +16,7 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that add up as they are."""
+"""Columns of schemas.sums that can be added up unchanged."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
@@ -47,8 +47,8 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
     """Return the sequences' mean probabilities minus their median, [N].
 
-    In units of the largest probability, exp(top), a mean differs from it by expm1(peak - top) + exp(peak - top)
-    mean_fall.
+    In units of the largest probability, exp(top), a sequence's mean minus exp(top) is expm1(peak - top) +
+    exp(peak - top) mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
@@ -82,4 +82,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Columns of `stats`, by name, from totals of `addable` columns. The formulas are those of sql/statistics.sql."""
+"""Columns of `stats`, by name, as functions of the totals of `addable` columns. The formulas match
+sql/statistics.sql."""

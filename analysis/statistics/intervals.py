@@ -1,7 +1,7 @@
 """Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-A group is the sequences of one step with one `group_id`, or a single sequence without one. benchmarks/coverage.py
-measures the coverage; docs/evidence/intervals.md has the table.
+A group is the sequences of one step that share a `group_id`, or a single sequence without one. benchmarks/coverage.py
+measures the coverage of the intervals; docs/evidence/intervals.md has the results.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
 """
@@ -25,8 +25,8 @@ SEED = 20_260_000
 """Fixed, so that the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Fewer groups give no interval: a 95% Student's t interval would cover the true value in 80% to 90% of runs if prompts
-differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
+"""Fewer groups give no interval: a 95% Student's t interval would cover the true value in only 80% to 90% of runs if
+prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
 """Maximum number of resampled units. More groups are merged into units, which leaves the variance of sums unchanged."""
@@ -35,26 +35,24 @@ PARTS = 20
 """Maximum number of jackknife parts, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number; between these, about _BEYOND resamples fall beyond each bound."""
+"""Minimum and maximum number of resamples. Within these limits, about _BEYOND of them fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step of finite differences."""
 
 _NOISE = 1e-9
-"""A standard error below this, relative to its terms, is rounding error: all groups are identical."""
+"""A standard error below this, relative to its terms, is only rounding error, so all groups must be identical."""
 
 _NO_SPREAD = 1e-6
-"""A resample whose standard error, relative to the run's, is below this has identical groups."""
+"""If a resample's standard error is below this, relative to the run's, all groups in the resample are identical."""
 
 
 _BLOCK = 1 << 15
-"""Influences processed at once; they fit in a core's cache."""
+"""Number of influences processed at once, so that they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
-    """Why a number has no interval."""
-
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
@@ -66,12 +64,11 @@ class NoInterval(StrEnum):
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
-    """Return the interval, or None without one."""
     return None if isinstance(found, NoInterval) else found
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group: step and group_id, or the sequence itself without one."""
+    """Return SQL for a sequence's group: step and group_id, or the sequence itself if it has no group_id."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -89,7 +86,8 @@ def bootstrap(
     the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
     freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals as they are. Infinite bounds need `open_ended`; otherwise the result is CARRIED.
+    `constants` are added to the totals unchanged. Bounds may be infinite only if `open_ended`; otherwise the result is
+    CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -99,13 +97,12 @@ def bootstrap(
 
 
 def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of the mean of independent values."""
     columns = {"value": np.asarray(values, np.float64), "one": np.ones(len(values))}
     return bootstrap({"mean": lambda t: t["value"] / t["one"]}, columns, np.arange(len(values)), confidence)["mean"]
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval for the largest value, which is also its upper bound.
+    """Return an interval for the largest value; its upper bound is the largest value itself.
 
     Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """
@@ -130,10 +127,11 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
+    """Return the interval of a smooth statistic from its values with each of P parts left out.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. The result is FEW for fewer than
-    MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
+    Each part consists of whole groups. Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent.
+    The result is FEW for fewer than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value,
+    as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -254,7 +252,6 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """Return derivatives with respect to each total, [R, C]."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:

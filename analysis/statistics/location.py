@@ -1,5 +1,6 @@
-"""Locate a change in a series with an interval: a jump, or the onset of a ramp, an exponential approach or a
-decline.
+"""Locate a change in a series, with a confidence interval.
+
+The change is a jump, or the onset of a ramp, an exponential approach or a decline.
 
 Shapes: n values of a segment with one change, P candidate positions, E candidate ends of a decline.
 """
@@ -17,21 +18,20 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""A jump at a constant slope, one with a change of slope, and an exponential approach, as when a policy collapses."""
+"""Forms of a change: a jump at a constant slope, a jump with a change of slope, and an exponential approach, as when a
+policy collapses."""
 
 _DECAYS = (0.03, 0.1, 0.3)
 """Time constants to try, as shares of the segment."""
 
 REACH = 7.35
-"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in long-run variances. It solves
-(1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset of
-a ramp of known form and variance, 3.84 would suffice."""
+"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in long-run variances. This value
+solves (1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the
+onset of a ramp of known form and variance, 3.84 would suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A change within a segment, with its confidence interval."""
-
     place: int
     """Index of the first value after the change."""
     low: int
@@ -43,7 +43,7 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Drop in the sum of squares when slope and level may change, in long-run variances."""
+    """Reduction of the sum of squares if slope and level may change, in long-run variances."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -86,7 +86,7 @@ def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return how much each column, added to a line, reduces the sum of squares, [P]."""
+    """Return how much each column reduces the sum of squares when added to a line, [P]."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
@@ -128,7 +128,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
     """Return the 95% interval of the first index of a decline, for fitted levels and autocorrelated noise.
 
-    `deviation` is a lower bound on the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
+    `deviation` is a lower bound on the noise (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
     """
     centred = values - values.mean()
     n = len(centred)

@@ -1,6 +1,6 @@
 """Terms of the policy loss: what a ratio and an advantage add to the objective, clipping, and corrections.
 
-sql/loss.sql has the same rules as macros, and replay/gradients has the loss in torch.
+sql/loss.sql has the same rules as SQL macros, and replay/gradients implements the loss in torch.
 
 Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss has one ratio per sequence.
 Functions without stated shapes take arrays of the same shape.
@@ -44,7 +44,6 @@ class Bounds:
     negative_high: float = math.inf
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Clip ratios by the sign of their advantage; `positive` marks A > 0."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # same bounds for both signs
             return at_most
@@ -68,7 +67,9 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return the terms' log-ratios [K] from the tokens' [T], which are 0 for masked tokens; `num_N` tokens count.
+    """Return the log-ratios of the terms [K] from those of the tokens [T], which are 0 for masked tokens.
+
+    `num_N` is the number of unmasked tokens in each sequence.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -102,8 +103,8 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
     """Return f_A(ratio), what a term adds to the objective, in units of the advantage.
 
     ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
-    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo, min(ratio, clip_high) A, and vespo, phi(ratio) A, it
-    is the weight on grad log p.
+    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo (min(ratio, clip_high) A) and vespo (phi(ratio) A),
+    f_A is the weight on grad log p.
 
     >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
     [1.2, 0.5, -1.5]
@@ -145,7 +146,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
     """Return a mask of the ratios beyond the bound for the sign of their advantage.
 
-    It is False where the loss has no bound, and for an advantage of 0. `loss_clips` is the same in SQL.
+    The mask is False where the loss has no bound, and for an advantage of 0. `loss_clips` does the same in SQL.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
@@ -179,11 +180,11 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Fields of Loss that its terms depend on, by kind."""
+"""Fields of Loss on which the terms depend, by kind."""
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options for the macros of sql/loss.sql. Its numbers stay the same, bit for bit.
+    """Return a loss as options for the macros of sql/loss.sql. Numbers are preserved bit for bit.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

@@ -1,4 +1,4 @@
-"""Correlations and centred sums of squares and products, in two passes, merged over sequences.
+"""Compute correlations and centred sums of squares and products in two passes, and merge them over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 
@@ -19,15 +19,15 @@ class Centred:
     """Values per token, minus the mean of their sequence."""
 
     mean_N: Array
-    """Mean over the tokens that count; 0 if none does. Exact if all values are equal."""
+    """Mean over the counted tokens; 0 if there are none. Exact if all values are equal."""
     off_T: Array
-    """Deviation from the mean; 0 for tokens that do not count."""
+    """Deviation from the mean; 0 for tokens that are not counted."""
     left_N: Array
-    """Sum of `off_T` over each sequence; not 0, because the mean is rounded."""
+    """Sum of `off_T` over each sequence, which is not exactly 0 because the mean is rounded."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences. `counted_T` marks the `num_N` tokens that count; the others must be 0."""
+    """Centre values within sequences. `counted_T` marks the `num_N` counted tokens; the others must be 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -51,7 +51,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """Return each sequence's mean minus the median of all means at its `place_N`, [N]; 0 if no token counts.
+    """Return each sequence's mean minus the median of the means with the same `place_N`, [N]; 0 without counted tokens.
 
     Sums around this median, n (mean - median) and n (mean - median)^2 plus the co-moments within sequences, add up over
     sequences without loss of precision.
@@ -66,5 +66,4 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 
 
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
-    """Repeat each sequence's value for its tokens, [T]."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))

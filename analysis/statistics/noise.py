@@ -1,4 +1,4 @@
-"""Noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
+"""Measure the noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -32,7 +32,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Return the standard deviation from the median absolute deviation, or the plain one if most values are equal.
+    """Estimate the standard deviation from the median absolute deviation, or directly if most values are equal.
 
     scipy.stats.median_abs_deviation takes nine times as long.
     """
@@ -49,7 +49,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
       the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
     Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
     - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes
-      correlation over a few steps that a first-order autoregression misses; slower variation counts as change.
+      correlation over a few steps that a first-order autoregression misses; slower variation is treated as change.
     """
     n = len(values)
     first = half_square_difference(values, 1)
@@ -67,7 +67,8 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     """Return the long-run variance for an interval, with autocorrelation 1.5 standard errors above its estimate.
 
     With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval from it would cover
-    the true value in only 70% of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
+    the true value for only 70% of such series. The standard error of an autocorrelation is at most 1 / sqrt(n)
+    (Bartlett 1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
@@ -100,7 +101,7 @@ def without_line(values: np.ndarray) -> np.ndarray:
 
 
 def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
-    """At lag 1, around a straight line, corrected for bias to first order."""
+    """Return the autocorrelation at lag 1 around a straight line, corrected for bias to first order."""
     left = without_line(values)
     phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300)
     return phi + (num_fitted + 4 * phi) / len(values)

@@ -1,6 +1,6 @@
 """Choose which steps to search and which sequences to show, and describe the choice.
 
-A small run is searched whole. Shapes: N sequences, ordered by step and name.
+A small run is searched in full. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROMPT_TOKENS = 400
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum number of response tokens to search; a run with fewer is searched whole."""
+"""Minimum number of response tokens to search; a run with fewer is searched in full."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens to search if the trace stores the pair's sums, so that tokens need not be read."""
+"""Share of the run's tokens to search if the trace stores the pair's sums, because then no tokens have to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class LookedAt:
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Those that are evenly spaced over the run; all of them if the run is searched whole."""
+    """Steps that are evenly spaced over the run; all steps if the whole run is searched."""
     notable: tuple[int, ...]
-    """Those that were asked for, most notable first."""
+    """Steps that the caller asked for, most notable first."""
     worst: frozenset[int]
-    """Those added for the sequences with the largest |d|."""
+    """Steps added because they contain sequences with the largest |d|."""
     num_tokens: int
     num_steps: int
-    """In the whole run, like `num_sequences` and `num_run_tokens`."""
+    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` also cover the whole run."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
@@ -53,7 +53,6 @@ class LookedAt:
 
     @property
     def is_all(self) -> bool:
-        """True if every step of the run is searched."""
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
@@ -64,7 +63,8 @@ class LookedAt:
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose the steps to search: notable, with the `worst` sequences (if sums are stored), and evenly spaced."""
+    """Choose the steps to search: notable ones, those with the `worst` sequences (if sums are stored), and evenly
+    spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -106,25 +106,22 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """The mismatch of every sequence with response tokens, comparable or not."""
+    """Mismatch of every sequence with response tokens, whether or not it can be compared; [N] per field."""
 
     steps: np.ndarray
-    """[N]"""
     seq_ids: list[str]
-    """[N]"""
     lengths: np.ndarray
-    """[N] response tokens."""
+    """Number of response tokens."""
     prompt_lengths: np.ndarray
-    """[N] prompt tokens; 0 if not recorded."""
+    """Number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] tokens that count in the loss and have finite logprobs in both passes."""
+    """Number of tokens that count in the loss and have finite logprobs in both passes."""
     sum_abs_d: np.ndarray
-    """[N] nats, like `max_abs_d`; 0 if no token can be compared."""
+    """In nats, like `max_abs_d`; 0 if no token can be compared."""
     max_abs_d: np.ndarray
 
     @property
     def mean_abs_d(self) -> np.ndarray:
-        """[N] nats."""
         return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
 
 
@@ -141,7 +138,8 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in some steps, from stored sums or else from tokens."""
+    """Read the mismatch of every sequence in the given steps, from stored sums if there are any, otherwise from
+    tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()
@@ -177,7 +175,7 @@ class Choice:
     why: dict[int, tuple[str, ...]]
     """Why each sequence was chosen, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
-    """Number of sequences omitted to stay within max_tokens, by the first reason to choose them."""
+    """Number of sequences omitted to stay within max_tokens, by the first reason for which they were chosen."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
@@ -209,7 +207,6 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """Sort rows by the distance of their mean |d| from the median."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
@@ -224,7 +221,6 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the worst rows of each step, notable steps first."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -238,14 +234,14 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
 def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """Describe the chosen sequences; `lacking` names passes of the pair without logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
-            f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
+            f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} "
+            "(by the first reason each was chosen for)."
         )
     return " ".join(sentences)
 

@@ -32,14 +32,13 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum number of whole sequences in memory."""
+"""Maximum number of full sequences in memory at once."""
 
 
 def read_chosen(
     database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str],
     text: TokenText, max_sequence_tokens: int,
 ) -> Iterator[TokenSample]:  # fmt: skip
-    """Yield the chosen sequences in order, with the logprobs of `passes`."""
     place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
     if not place:
         return
@@ -145,7 +144,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Without a mask, all tokens count; beyond the end of a short mask, none does."""
+    """Return a bool mask [R]. Without a mask, all tokens count; beyond the end of a short mask, none does."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -173,10 +172,10 @@ def read_token_samples(
 ) -> TokenSamples:
     """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), nats.
 
-    The worst sequences have the largest |d| of one token, the typical ones a mean |d| closest to the median, and the
-    random ones are the same in every call; the worst of every step are added. In a large run only some steps are
-    searched (see choice.look_at), `notable` ones first. Whole sequences are omitted to limit the number of tokens
-    shown, and long responses are cut to a window around their worst token. `choice` in the result gives the numbers.
+    The worst sequences are those with the largest |d| of a token; typical ones have a mean |d| closest to the median;
+    random ones are the same in every call. The worst sequences of every step are added. In a large run, only some steps
+    are searched (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown,
+    and long responses are cut to a window around their worst token. `choice` in the result gives the numbers.
 
     If the trace has only one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
     """
@@ -200,7 +199,8 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a token's logprob in a pass: a number; NULL, or no row of scores; NaN; an infinity."""
+"""State of a token's logprob in a pass: FINITE is a number; NOT_RECORDED is NULL, or no row of scores; NAN is NaN;
+INFINITE is either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +208,8 @@ class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
     d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count in the loss and have finite
-    logprobs in both passes. Scores are those of the first inner iteration. Texts are `visible`, but not escaped for
-    HTML.
+    logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
+    `visible`, but are not escaped for HTML.
     """
 
     step: int
@@ -217,26 +217,26 @@ class TokenSample:
     group_id: str | None
     """Shared by the sequences of one prompt; None if not recorded."""
     why: tuple[str, ...]
-    """Of WORST, TYPICAL, RANDOM and WORST_OF_STEP."""
+    """One or more of WORST, TYPICAL, RANDOM and WORST_OF_STEP."""
     num_tokens: int
-    """In the whole response."""
+    """Number of tokens in the whole response."""
     first_token: int
     """Index in the response of the first token shown."""
     reward: float | None
     advantage: float | None
-    """Of the whole response; None if not recorded, or recorded per token."""
+    """Advantage of the whole response; None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Optimizer updates behind the sampling weights; None if not recorded."""
+    """Number of optimizer updates already applied to the sampling weights; None if not recorded."""
     finish_reason: str | None
     """Why the engine stopped, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """Nats; None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
+    """In nats; None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
     """(token id, text) of the last prompt tokens."""
     num_prompt_tokens: int | None
-    """In the whole prompt; None if not recorded."""
+    """Number of tokens in the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
@@ -254,13 +254,11 @@ class TokenSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamples:
-    """Chosen sequences of one run."""
-
     sequences: tuple[TokenSample, ...]
-    """Worst, typical and random ones, then the worst of each step."""
+    """The worst, typical and random sequences, then the worst of each step."""
     choice: str
-    """What was searched, and what the reasons in `why` mean, in sentences."""
+    """Sentences that say what was searched and what the reasons in `why` mean."""
     text_from: str
     """A sentence that names the tokenizer, or says why only ids are shown."""
     passes: tuple[str, ...]
-    """Passes with logprobs, those of the pair first."""
+    """Passes with logprobs, the compared pair first."""

@@ -20,7 +20,7 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot make huge texts."""
+"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot produce huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -46,11 +46,11 @@ class Decoding:
     byte_fallback: bool = False
     """A piece such as <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(old, new), applied in order, such as a metaspace or an end-of-word mark and a space."""
+    """(old, new) replacements, applied in order, such as an end-of-word mark and the space it stands for."""
     prefix: str | None = None
     """Marks a piece that continues a word (WordPiece)."""
     spaced: bool = False
-    """Every piece is a word of its own, as in a tokenizer without a decoder."""
+    """Every piece is a word of its own, as it is without a decoder."""
 
     def text(self, piece: str) -> str:
         if self.byte_level:
@@ -67,7 +67,7 @@ class Decoding:
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
     """Read the decoder of a tokenizer.json; without one, tokens are joined with spaces.
 
-    Raises KeyError, TypeError, ValueError or AttributeError for anything else.
+    Raises KeyError, TypeError, ValueError or AttributeError if the decoder is not a known one.
     """
     if decoder is None:
         return Decoding(spaced=True)
@@ -94,7 +94,6 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Characters outside the byte alphabet are encoded as UTF-8."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 
@@ -128,7 +127,7 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Ids by piece; for Unigram, (piece, log-probability) in the order of ids."""
+    """Ids by piece, or for Unigram, (piece, log-probability) in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -139,11 +138,9 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokens of a tokenizer.json."""
-
     pieces: dict[int, str]
     added: dict[int, str]
-    """By id; they need no decoding."""
+    """Texts of added tokens by id; these need no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -151,7 +148,7 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary:
-    """Read a tokenizer.json. Raises ValueError if it is something else."""
+    """Read a tokenizer.json. Raises ValueError if the content is anything else."""
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
@@ -170,7 +167,7 @@ def read_vocabulary(content: bytes) -> Vocabulary:
 
 
 class TokenText:
-    """Texts of token ids, visible but not escaped for HTML."""
+    """Decodes token ids. Invisible characters are made visible; nothing is escaped for HTML."""
 
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
@@ -211,7 +208,8 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """Raises ValueError if the file is too large, or if its checksum is not the recorded one."""
+    """Read the tokenizer.json. Raises ValueError if it is too large, or if its checksum differs from the recorded
+    one."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
@@ -236,17 +234,18 @@ SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
 """Marks for white space; a newline's mark is followed by the line break."""
 
 MOST_MARKS = 4
-"""Combining marks shown in a row; more would overlap other lines."""
+"""Maximum number of combining marks shown in a row; more would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
-"""Unicode categories: control, format (bidi marks, zero-width), surrogate, private, unassigned; spaces and separators."""
+"""Unicode categories to escape: control, format (bidi marks, zero-width), surrogate, private, unassigned,
+separators."""
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-"""Blank characters in other categories: joiners, fillers, vowels without a glyph, selectors."""
+"""Blank characters in other categories: joiners, fillers, vowels without a glyph, variation selectors."""
 
 
 def visible(text: str) -> str:
-    """Make every character of a token's text visible; line breaks stay.
+    """Make every character of a token's text visible; line breaks are kept.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
     odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.

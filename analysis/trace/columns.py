@@ -1,4 +1,4 @@
-"""What a trace holds: optional columns, passes, hyperparameters, contracts and training attempts."""
+"""Find out what a trace contains: optional columns, passes, hyperparameters, contracts and training attempts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from .source import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional columns of `sequences` have a value."""
+    """Which optional columns of `sequences` have a value: `advantage` per response, `advantages` per token."""
 
     mask: bool
     advantage: bool
-    """True if there is an advantage per response."""
     advantages: bool
-    """True if there is an advantage per token."""
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    """Return which optional columns have a value, in one run or in any."""
     return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
@@ -39,7 +36,8 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes (all, or those in `of`) with values in a column of scores; `first_use` reads iteration 0."""
+    """Return the passes, all or those in `of`, that have values in a column of scores. `first_use` reads only iteration
+    0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -53,7 +51,6 @@ def scored_passes(database: Database) -> list[str]:
 def _has(
     database: Database, table: str, column: str, run: str | None, pass_name: str | None = None, first_use: bool = False
 ) -> bool:
-    """The query stops at the first row with a value."""
     terms = [f"{column} IS NOT NULL"]
     if run is not None:
         terms.append(f"run = {quoted(run)}")
@@ -66,7 +63,8 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Return a contract's values as text by dotted path, e.g. `model.attention`; lists and empty values stay whole."""
+    """Return a contract's values as text by dotted path, e.g. `model.attention`. Lists and empty values are not split
+    up."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -87,13 +85,12 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return the hyperparameters of a run, or of all open runs, by name without prefix. The last value counts."""
+    """Return the last recorded value of each hyperparameter, of one run or all open runs, by name without prefix."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
 def parse_pair(text: str) -> Pair:
-    """Return the two passes in `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
@@ -101,13 +98,11 @@ def parse_pair(text: str) -> Pair:
 
 
 def num_scored(database: Database) -> dict[str, int]:
-    """Return the number of score rows with logprobs, by pass."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
-    """Say which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
@@ -144,7 +139,7 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """Return a contract's note on missing logprobs, in parentheses; empty if there is none."""
+    """Return the contracts' note on missing logprobs, in parentheses; empty if there is none."""
     for name in passes:
         rows = database.connection.execute(
             "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
@@ -177,7 +172,6 @@ def sample_sentence(number: int, total: int) -> str:
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:
-    """Warn if a compared pass covers only a sample of the sequences."""
     asked = {name for name in names if name.startswith(REPLAY_PREFIX)}
     if asked:
         found = sampled_passes(database)
@@ -189,14 +183,12 @@ def tell_sampled(database: Database, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One training attempt of a resumed run."""
-
     attempt: int
     first_step: int
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Sequences in steps that a later attempt repeated; SQL views exclude them."""
+    """Number of sequences in steps that a later attempt repeated. SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
     """Steps that a later attempt repeated, as (first, last) ranges."""
 
@@ -213,7 +205,6 @@ _ATTEMPTS = """
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """Return the training attempts of a resumed run; empty if there is only one."""
     if not database.sources[0].newest:
         return ()
     rows = database.ask(_ATTEMPTS).dicts()

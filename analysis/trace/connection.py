@@ -24,7 +24,6 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of threads that read in this process."""
     _most[:] = [most]
 
 
@@ -47,7 +46,6 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 BATCH_ROWS = 1024
 
 Explain = Callable[[Exception], TimTraceError]
-"""Maps a DuckDB error to the error to raise."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
@@ -64,7 +62,8 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB has its own error for it, even while it reads files through Python."""
+    """Raise KeyboardInterrupt on Ctrl-C; DuckDB raises an error of its own, even while it reads files through
+    Python."""
     try:
         yield
     except Exception as error:
@@ -97,7 +96,6 @@ class Connection:
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
-        """Run SQL statements, and return the rows of the last one."""
         if isinstance(query, str):
             self.define_named(words_of(query))
             self.choose_files(query, parameters)
@@ -112,7 +110,7 @@ class Connection:
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Yield a query's rows in batches that all threads compute ahead."""
+        """Return a query's rows in batches, which all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
@@ -123,7 +121,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to batches of rows in threads, reading ahead; to one empty batch if there are no rows."""
+        """Apply a function to batches of rows in threads, reading ahead. Without rows, apply it to one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -135,7 +133,6 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn DuckDB errors caused by trace files into tim-trace errors."""
         try:
             with interruptible():
                 yield
@@ -153,7 +150,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Without this, DuckDB's threads, which read through Python, would abort the process at exit."""
+    """Close all connections; otherwise DuckDB's threads, which read through Python, would abort the process at exit."""
     for connection in list(_open):
         connection.close()
 

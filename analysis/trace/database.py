@@ -42,8 +42,8 @@ class Database:
     ):  # fmt: skip
         """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        `traces` is one or more paths; or one or more Sources, which were examined before and may have had files
-        removed; or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
+        `traces` is one or more paths; one or more Sources, which were examined before and may have had files removed;
+        or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
         hyperparameters of earlier steps stay. `ray` is the address of a Ray cluster whose actors share the reading of
         tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available; `views.open_database`
         adds those of every feature.
@@ -66,20 +66,19 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Each returns the error of a Python function that a query called; DuckDB keeps only its text."""
+        """Each function returns the error of a Python function that a query called, of which DuckDB keeps only the
+        message."""
         self._defined: set[str] = set()
         self.steps = steps
-        """The steps as requested."""
         self.kept_steps: dict[str, list[int]] = {}
         """Steps in the views, by run; empty for all steps."""
         self.memory: dict[Any, Any] = {}
-        """Results of `cached` functions."""
         self.progress: Progress = no_progress
         """Receives the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # the files of a trace never change
-        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte for each list column
+        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
         self.sums = SumTables(self.connection, self.views, self.sources)
@@ -88,12 +87,13 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # whoever examined the sources has already warned
+        if self.damaged and not looked_at:  # the code that examined the sources has already warned
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reads inside the context to `progress`. A `cached` result is reported only to its first caller."""
+        """Report the tokens read inside the context to `progress`. A `cached` result is reported only to its first
+        caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -129,11 +129,10 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence per unreadable or missing part of the traces, which all results exclude."""
+        """One sentence per unreadable or missing part of the traces; no result includes these parts."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` permits that."""
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
@@ -158,18 +157,19 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # results for these steps are shared as well
+        if key not in self.memory:  # results cached for these steps are shared too
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps again, of all traces or of one, to use sums stored since."""
+        """Open the same steps again, of all traces or of one, to use sums stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), in place of those excluded before. Later sums are not stored."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums computed afterwards are not
+        stored."""
         self.views.leave_out(sequences)
         self._forget_sums()
 
@@ -191,7 +191,6 @@ class Database:
             self._defined.discard("lookup")  # the next query that needs the lookup defines it again, without sums
 
     def step_condition(self, run: str | None = None) -> str:
-        """Return an SQL condition for a run's steps in the views; empty if they have all steps."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
@@ -201,7 +200,7 @@ class Database:
 
         Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """
-        # One thread adds in a fixed order.
+        # A single thread adds numbers in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
@@ -243,7 +242,6 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
@@ -259,7 +257,6 @@ def core_files() -> list[MacroFile[Database]]:
 
 @cache
 def core_catalogue() -> Catalogue[Database]:
-    """Return the catalogue of a database that was opened without any feature."""
     return Catalogue(core_files())
 
 
@@ -271,7 +268,7 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """True if the error came from a Python function that the query called, not from a file."""
+    """Return True if the error came from a Python function that the query called, not from a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 

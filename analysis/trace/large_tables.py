@@ -24,7 +24,7 @@ from ...tracer.snapshot import TableFile
 from .connection import Parameters
 
 MANY_FILES = 256
-"""A table with more files than this is large."""
+"""A table with more files than this is treated as large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
@@ -46,16 +46,16 @@ class _LargeTable:
     """SQL expressions that read the columns from files."""
     files: Sequence[TableFile]
     folder: str
-    """Precedes the files' paths in the names that TraceFiles uses."""
+    """Prefix of the files' paths in the names that TraceFiles uses."""
     no_columns: str = ""
-    """The same columns as NULLs of their types, which read no file."""
+    """The same columns as typed NULLs, so that no file is read."""
 
     @property
     def marker(self) -> str:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the files that may have the given steps; files without recorded steps always may."""
+        """Return the files that may have the given steps, including all files without recorded steps."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -70,7 +70,7 @@ class FileChoice:
     names: dict[str, list[str]]
     """Files to read, by pattern of file names."""
     counted: frozenset[str] = frozenset()
-    """Views of which the query needs the number of rows, but no column."""
+    """Views of which the query needs only the number of rows."""
 
 
 class LargeTables:
@@ -82,8 +82,8 @@ class LargeTables:
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
         """Define a view of a large table; its files are read only when a query needs them.
 
-        `columns` are SQL expressions, `schema` is the files' schema, and `folder` precedes their paths in the names
-        that TraceFiles uses.
+        `columns` are SQL expressions, `schema` is the files' schema, and `folder` is the prefix of their paths in the
+        names that TraceFiles uses.
         """
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
@@ -114,7 +114,6 @@ class LargeTables:
         return choice
 
     def take(self, choice: FileChoice) -> None:
-        """Make the next query read these files."""
         if choice.counted != self._counted:
             self._counted = choice.counted
             for table in self._tables:
@@ -128,7 +127,6 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """Return the files that a query needs according to its plan; None if it cannot be planned."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")
@@ -171,7 +169,7 @@ class _Scan:
     @property
     def steps(self) -> Steps:
         """Range of steps that rows of the scan can have."""
-        if any(condition.count("'") % 2 for condition in self.conditions):  # a text was split at a line break
+        if any(condition.count("'") % 2 for condition in self.conditions):  # a string literal was split at a line break
             return _ALL
         first, last = _ALL
         for condition in self.conditions:

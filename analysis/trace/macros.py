@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words of queries that list tables, views or macros; every listed file is defined before such a query."""
+"""Words of queries that list tables, views or macros. Before such a query, every file with `is_listed` is defined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class MacroFile(Generic[Owner]):
 
     name: str
     sql: str
-    """Also searched for the names that the file defines and calls."""
+    """SQL of the file; also searched for the names that the file defines and calls."""
     register: Callable[[Owner], object] | None = None
-    """Adds `functions` to a database before the SQL runs."""
+    """Adds `functions` to a database before the SQL is run."""
     define: Callable[[Owner], object] | None = None
-    """Defines the macros, if running the SQL as it is does not."""
+    """Defines the macros, if `sql` cannot be run as it is."""
     functions: tuple[str, ...] = ()
     """Python functions and tables that `register` or `define` adds."""
     is_listed: bool = True
@@ -38,12 +38,10 @@ class MacroFile(Generic[Owner]):
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names that the file defines, in lower case."""
         return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
 
     @cached_property
     def calls(self) -> frozenset[str]:
-        """Names that the SQL calls or selects from, in lower case."""
         found = _CALLED.findall(_COMMENT.sub("", self.sql).lower())
         return frozenset(called or selected for called, selected in found)
 
@@ -59,7 +57,7 @@ class Catalogue(Generic[Owner]):
         }
         self._files = [by_name[name] for name in TopologicalSorter(needs).static_order()]
         every: dict[str, set[str]] = {}
-        for file in self._files:  # files come after those they depend on
+        for file in self._files:  # dependencies come before the files that need them
             every[file.name] = {file.name}.union(*(every[need] for need in needs[file.name]))
         self._needed = dict.fromkeys(
             LISTING, set().union(*(every[file.name] for file in self._files if file.is_listed))
@@ -76,7 +74,6 @@ class Catalogue(Generic[Owner]):
 
 @cache
 def sql_file(name: str) -> str:
-    """Return the text of sql/NAME.sql."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
 
 
@@ -90,12 +87,10 @@ def words_of(query: str) -> frozenset[str]:
 
 
 def quoted(text: str) -> str:
-    """Return a text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return a pair as two arguments of an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 

@@ -2,7 +2,7 @@
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone, bit for bit, in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise the same in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -33,15 +33,13 @@ OF_DIFFERENCES = (
     "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "peak_d", "sum_weight",
     "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
 )  # fmt: skip
-"""Columns that `difference_sums` computes."""
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sum of exp(|d|), with |d| of at most 700 nats. `difference_sums` computes it if asked; traces do not store it."""
+"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it on request; traces do not store it."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
-"""Columns that `probability_sums` computes."""
 
 Sizes = list[tuple[str, int, np.ndarray]]
 """Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
@@ -49,9 +47,9 @@ Sizes = list[tuple[str, int, np.ndarray]]
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences per batch; several batches wait in a queue."""
+"""Maximum number of long sequences per batch; it is small because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens per batch if sequences are short, and maximum number of sequences in it."""
+"""Number of tokens in a batch of short sequences, and maximum number of sequences in such a batch."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -63,7 +61,7 @@ _TINY = -700.0
 """Logprob below which exp loses precision, near the smallest positive double."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d is a power series up to d^10, with a relative error of 1e-18."""
+"""|d| below which exp(d) - 1 - d is computed as a power series up to d^10, with a relative error of 1e-18."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -83,7 +81,7 @@ class FiniteTokens:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
 
-    An empty mask counts every token. A token without a logprob in one of the passes is left out entirely.
+    An empty mask counts every token. A token that lacks a logprob in either pass is left out entirely.
     """
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
@@ -110,7 +108,6 @@ def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
 
 
 def finite(tokens: Tokens) -> FiniteTokens:
-    """Select the tokens to compare between the passes `a` and `b`."""
     counted = tokens.where(tokens.counted_T)
     a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
     finite_T = np.isfinite(a_T) & np.isfinite(b_T)
@@ -144,7 +141,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, or those in `names`. A sequence begins at its index in `starts_B`."""
+    """Return the [B] sums in OF_DIFFERENCES, or in `names`. `starts_B` has the index of each sequence's first token."""
     of = _Differences(a_T, b_T, starts_B)
     made: dict[str, Array] = {}
     for name in names:
@@ -158,7 +155,7 @@ def difference_sums(
 
 
 class _Differences:
-    """Values of each token that the sums are made of, computed when first needed."""
+    """Values of each token that go into the sums, each computed when it is first needed."""
 
     def __init__(self, a_T: Array, b_T: Array, starts_B: np.ndarray):
         self.a_T, self.b_T, self.starts_B, self.d_T = a_T, b_T, starts_B, a_T - b_T
@@ -198,7 +195,7 @@ _LARGEST: dict[str, Callable[[_Differences], Array]] = {
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES: for means, and for squares and products around them.
+    """Return the [B] sums in OF_PROBABILITIES, for means, and for squares and products around the means.
 
     Probabilities are relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
     keeps their differences precise near 0 and near 1.
@@ -274,7 +271,6 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Return one entry for each stretch of rows of one run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)
@@ -290,7 +286,6 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
 
 
 def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
-    """Return every column as an Arrow array; sums are NULL for a sequence without a finite token."""
     sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}

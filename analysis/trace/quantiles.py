@@ -34,7 +34,7 @@ _GATHERED = 1 << 22
 """Once more values than this are gathered, equal ones are merged into one with a count."""
 
 Cuts = tuple[float | None, ...]
-"""A quantile for each of SHARES; None without values."""
+"""One quantile for each of SHARES; None if there are no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Bin 0 is far below all others; here it is just below the lowest of them.
+        # Bin 0 is far below all others; map it to just below the lowest of them.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)
@@ -65,7 +65,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return the number of values below each bin that the quantiles need, by bin."""
+        """Return, for each bin that contains a quantile, the number of values below that bin."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -99,7 +99,7 @@ def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
 
 
 class Gathered:
-    """Values in those bins of a histogram into which its quantiles fall."""
+    """Values in the bins of a histogram that contain its quantiles."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
@@ -108,7 +108,7 @@ class Gathered:
         self._num_kept = 0
 
     def add(self, abs_d_T: np.ndarray) -> None:
-        """Keep what is needed of some of the values that the histogram counts."""
+        """Keep the values that fall into these bins; `abs_d_T` is a part of the values that the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
             values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros, which need not be stored
@@ -118,12 +118,10 @@ class Gathered:
             self.count()
 
     def count(self) -> None:
-        """Merge equal values into one with a count."""
         self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
         self._num_kept = 0
 
     def take(self, other: Gathered) -> None:
-        """Add what another Gathered kept for the same histogram."""
         for bin, parts in other._parts.items():
             self._parts[bin] += parts
             self._num_kept += sum(len(values) for values, _ in parts)

@@ -17,7 +17,7 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Tokens processed at once; their arrays fit in a core's cache."""
+"""Number of tokens processed at once, so that their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
 """Range of sequences, range of their tokens, and each sequence's first token as an index into that range."""
@@ -25,13 +25,11 @@ Block = tuple[slice, slice, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of several sequences, concatenated."""
-
     logprobs: dict[str, Array]
     """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the loss counts the token, and every pass has a logprob for it; None if this holds for all tokens."""
+    """bool: the token counts in the loss, and every pass has a logprob for it; None if this is true of all tokens."""
     advantage_N: Array | None = None
     """One advantage per sequence; NaN if missing, None if not read."""
     advantage_T: Array | None = None
@@ -39,12 +37,10 @@ class Tokens:
 
     @property
     def starts_N(self) -> np.ndarray:
-        """Index of each sequence's first token."""
         return np.asarray(np.cumsum(self.lengths_N) - self.lengths_N)
 
     @property
     def sequence_T(self) -> np.ndarray:
-        """Index of each token's sequence."""
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
@@ -81,10 +77,10 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists, one per sequence. A sequence ends with the shortest list of any pass.
+    """Flatten Arrow lists, one per sequence. Each sequence is cut to the shortest of its passes' lists.
 
-    `mask` marks the tokens that the loss counts; an empty list counts them all. `advantages` has a list per sequence,
-    NaN beyond its end, which overrides the single value in `advantage`.
+    `mask` marks the tokens that count in the loss; an empty list means that all do. `advantages` has one list per
+    sequence, NaN beyond its end, which overrides the single value in `advantage`.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
@@ -108,7 +104,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence is a block of its own."""
+    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence gets a block of its own."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -119,13 +115,12 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
 
 
 def flat(lists: Any) -> tuple[Any, np.ndarray]:
-    """Return the concatenated lists, and the length of each."""
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
     return whole.flatten(), np.diff(array_of(whole.offsets)).astype(np.int64)
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Convert Arrow values to numpy, NULL to NaN. `to_numpy` would import pandas, which takes 0.3 s."""
+    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would import pandas, which takes 0.3 s."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -146,7 +141,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return a [T] bool mask of the tokens that the loss counts; None if it counts all."""
+    """Return a [T] bool mask of the tokens that count in the loss; None if all do."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -158,7 +153,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return the values [T] of lists that are cut, or padded with NaN, to the given lengths."""
+    """Return the values [T] of lists, each cut or padded with NaN to the given length."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -170,7 +165,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] advantages, a token's own or else its sequence's; None if no token has its own."""
+    """Return [T] advantages, each the token's own or else its sequence's; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

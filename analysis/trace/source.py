@@ -19,7 +19,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Sums stored by another edition are computed again. Before 2, a run could store another run's sums."""
+"""Sums stored by a different edition are recomputed. Before edition 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -32,19 +32,17 @@ RUN_OF_FOLDER = "tim_trace_run"
 
 @dataclass(slots=True, kw_only=True)
 class Source(Snapshot):
-    """A snapshot of a trace, with its stored sums."""
-
     run: str
     newest: dict[int, int] = field(default_factory=dict)
     """Last training attempt of each step; empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Valid files, by kind and pair."""
+    """Valid files of stored sums, by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Paths of superseded files, by kind and pair."""
+    """Paths of superseded files of sums, by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
     """Pairs whose stored sums cover every row that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
-    """Pairs in `covered` that have stored sums over the whole run as well."""
+    """Pairs in `covered` that also have stored sums over the whole run."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
@@ -53,7 +51,7 @@ class Source(Snapshot):
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments that sums are made from, as `<table>/<segment>`."""
+        """Sealed segments from which sums are made, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -77,7 +75,7 @@ def run_folder(run: str) -> str:
 
 
 def open_source(url: str, *, examined: Examined | None = None) -> Source:
-    """Examine a trace. Raises what take_snapshot raises."""
+    """Examine a trace. Raises the same errors as take_snapshot."""
     snapshot = take_snapshot(Store(url), examined=examined)
     parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
     source = Source(run=snapshot.store.name, newest=newest_attempts(snapshot), **parts)
@@ -86,7 +84,6 @@ def open_source(url: str, *, examined: Examined | None = None) -> Source:
 
 
 def urls_of(traces: Traces) -> list[str]:
-    """Return the URLs of the traces, as given. Raises InvalidOption if there are none."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
         raise InvalidOption("got no trace; give one or more folders", option="traces")
@@ -113,7 +110,7 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find the stored sums that cover the most segments of each pair, and the pairs whose sums cover everything."""
+    """For each pair, find the stored sums that cover the most segments, and whether they cover everything."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -148,7 +145,6 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    """Return metadata that says what a file of sums was made from."""
     return {
         MADE_OF: json.dumps(
             {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
@@ -160,7 +156,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
     """Return kind, pair, segments and file of stored sums; None if an earlier release wrote them. Raises
     DamagedTrace.
 
-    The file's name has the checksum of its footer, so it can be verified without an entry in a manifest.
+    The file's name contains the checksum of its footer, so it can be verified without an entry in a manifest.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])

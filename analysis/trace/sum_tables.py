@@ -28,13 +28,10 @@ IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
-"""Options of pyarrow's ParquetWriter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedFile:
-    """A file with sums computed for one run."""
-
     run: str
     kind: str
     pair: Pair
@@ -44,7 +41,7 @@ class ComputedFile:
 
 
 class SumTables:
-    """The sums of several traces. Temporary files with computed sums are deleted with this object."""
+    """The sums of several traces. Temporary files with computed sums are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -58,7 +55,7 @@ class SumTables:
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
         """Pairs with sums for every sequence in the views; True if these were computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """The same for sums over whole runs."""
+        """Like `_sequences`, but for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` for the steps in the views; empty for all steps."""
         self.files: list[ComputedFile] = []
@@ -75,7 +72,6 @@ class SumTables:
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if a pair's sums were computed rather than stored."""
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
@@ -86,7 +82,6 @@ class SumTables:
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums, for every sequence or every run, in place of the stored ones."""
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
@@ -157,7 +152,7 @@ class SumTables:
                 if kind == spec.name
                 and not (self.is_computed(pair) or (spec in OF_RUNS and self.is_computed(pair, runs=True)))
             ]
-            if self._condition and spec in OF_RUNS:  # stored sums over a run include steps that the views lack
+            if self._condition and spec in OF_RUNS:  # stored sums over a run include steps that are not in the views
                 files = []
             parts = [rows_of(files, columns)] if files else []
             if self._condition:
@@ -170,7 +165,6 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """Return a schema whose metadata names the sealed files that the sums were made from."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 

@@ -45,13 +45,13 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Tokens processed at once. Their |d| stays in memory for the quantiles, at 8 bytes per token."""
+"""Maximum number of tokens processed at once. Their |d| stays in memory for the quantiles, at 8 bytes per token."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Sequences processed at once, with 0.2 KB of sums each."""
+"""Maximum number of sequences processed at once; each takes 0.2 KB for its sums."""
 
 EXACT_TOKENS = 32 << 20
-"""Largest run, in tokens, with exact quantiles by default, since its |d| fits in memory."""
+"""Maximum number of tokens in a run whose quantiles are exact by default, because its |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]
@@ -123,7 +123,7 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """`rows` has the run, then the columns after the pair. A single thread keeps their order."""
+    """`rows` is a query for the run and the columns after the pair. A single thread preserves its order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -137,10 +137,10 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write what is stored or computed in one fixed order, so that totals do not depend on which it was."""
+    """Write stored and computed sums in one fixed order, so that totals do not depend on which sums were stored."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
-    # Keep |d| only of runs that this process reads whole.
+    # Keep |d| only for runs that this process reads in full.
     whole = _whole_runs(chunks) if database.ray is None else set()
     missing = [chunk for chunk in chunks if chunk.is_missing]
     computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
@@ -208,7 +208,6 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
-    """Slice a range of steps from the rows of a run, which are sorted by step."""
     steps = array_of(rows["step"])
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
@@ -227,7 +226,7 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """Let queries read the rows inside the context, under the name that it yields."""
+    """Make the rows available to queries inside the context, under the name that it yields."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -324,7 +323,8 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files superseded before. Those in use until now stay, since other processes may read them."""
+    """Remove files that were superseded earlier. Files in use until now are kept, since other processes may read
+    them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
@@ -343,7 +343,7 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Join steps into chunks, split where steps with stored sums meet steps without."""
+    """Join steps into chunks; a chunk never mixes steps with stored sums and steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = set()
@@ -362,7 +362,8 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Join neighbouring steps that all have or all lack stored sums, up to both limits; a larger step stays alone."""
+    """Join neighbouring steps that all have or all lack stored sums, up to both limits. A step that exceeds a limit
+    gets a chunk of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -383,7 +384,6 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    """Split a run into ranges of steps to process at once."""
     steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
 
@@ -401,7 +401,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Copy stored quantiles of runs where they still hold, and return the runs that have none."""
+    """Copy the stored quantiles of runs for which they are still valid, and return the runs without quantiles."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -487,7 +487,6 @@ def _lists(pair: Pair, unit: Unit) -> str:
 
 
 def _within(unit: Unit) -> str:
-    """Return the last arguments of an SQL macro: a unit's runs, first step and last step."""
     first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
     return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
 

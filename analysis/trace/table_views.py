@@ -44,8 +44,6 @@ _PASSES_OF_SCORES = """
 
 
 class TableViews:
-    """Views of the tables of several traces, limited to some steps and sequences."""
-
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
@@ -63,11 +61,10 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Let queries read a file of a trace; return its run and its URL."""
+        """Make a file of a trace readable by queries; return its run and its URL."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Select the files of large tables that a query needs; the returned function selects them again."""
         large = self.large
         choice = None if large is None else large.choose(query, parameters)
         return lambda: None if large is None or choice is None else large.take(choice)
@@ -94,13 +91,11 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences by run, step and seq_id, in place of those excluded before."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
@@ -134,7 +129,6 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Return SQL for a table's columns, with NULL for those that the files lack."""
         # DuckDB maps Arrow types to the names of its own types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
@@ -143,7 +137,7 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files, of which a query reads only those it needs; return its name."""
+        """Define a view over many files, of which a query reads only those it needs; return the view's name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -165,7 +159,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return the recorded steps by run. If `steps` is a range, reading those in it is enough."""
+        """Return the recorded steps by run. If `steps` is a range, only the steps in it are read."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -187,7 +181,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, simplified if no other `recorded` step is in their range.
+    """Return an SQL condition for exactly these steps, simplified if their range contains no other `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
@@ -206,7 +200,6 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
 
 
 def define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
-    """Define a view of the rows of several queries; without a query it is empty."""
     if not parts:
         connection.register(f"empty_{name}", no_rows(schema))
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]

@@ -27,11 +27,11 @@ class PassRows:
 
     name: str
     iteration: int | None = 0
-    """Inner iteration to read; None reads all, one row each."""
+    """Inner iteration to read; None reads all of them, one row each."""
     scored: bool = True
-    """Skip rows without logprobs; if False, their list is empty."""
+    """True skips rows without logprobs; False keeps them, with an empty list."""
     optional: bool = False
-    """Also read sequences that the pass did not score, with an empty list of logprobs."""
+    """True also reads sequences that the pass did not score, with an empty list of logprobs."""
     logprobs: bool = True
 
 
@@ -41,11 +41,12 @@ def token_query(
 ) -> str:  # fmt: skip
     """Write an SQL query with one row per sequence, from which `tokens_of_rows` reads tokens.
 
-    Its columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
-    `s` (the sequence) and these keys; and the `lists` mask and advantages, the latter with the advantage per sequence.
+    Its columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may
+    refer to `s` (the sequence) and to these keys; and the `lists` (mask, advantages), where advantages come with the
+    advantage per sequence.
 
-    It reads the sequences that every required pass scored, in the given run and steps or in all; a range of steps
-    stands for every step in it. `keys` is a condition on every table. `sequences` is joined only if `lists` or
+    The query selects the sequences that every required pass scored, in one run and some steps, or in all. If `steps` is
+    a range, every step in it is read. `keys` is a condition on every table. `sequences` is joined only if `lists` or
     `of_sequences` need it, because the join takes a third of the time.
     """
     within = _within(run, steps, keys)
@@ -80,7 +81,6 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str]) -> Tokens:
-    """Return the tokens in rows of a `token_query`, with the logprobs of some passes."""
     lists = {name: rows.column(name) for name in ("mask", "advantage", "advantages") if name in rows.schema.names}
     return tokens_of({name: rows.column(name) for name in passes}, **lists)
 
@@ -101,7 +101,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return the number of response tokens by step, in order, of one run or of all."""
+    """Return the number of response tokens by step, in order, in one run or in all."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -175,10 +175,11 @@ Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""Per actor. Several, because reading is multithreaded and every actor has to open the traces."""
+"""CPUs per actor: several, because reading is multithreaded and every actor has to open the traces."""
 
 UNITS = 64
-"""Minimum number of units per reading on a cluster: actors that finish early need more work."""
+"""Minimum number of units into which a reading on a cluster is split, so that actors that finish early get more
+work."""
 
 
 def spread(
@@ -209,12 +210,13 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets work."""
+    """Return the number of tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets
+    work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Group neighbouring items up to a total size of `most`; a larger item stays alone.
+    """Group neighbouring items up to a total size of `most`; an item that exceeds it is a group of its own.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -247,7 +249,7 @@ def places(database: Database) -> tuple[str, ...]:
 
 
 class _Reader(Generic[Unit, Made]):
-    """An actor's state. It opens the traces once."""
+    """An actor's state, which opens the traces once."""
 
     def __init__(
         self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
@@ -263,4 +265,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Nothing to do: a reader writes nothing."""
+        """Do nothing: a reader writes nothing."""

@@ -40,7 +40,7 @@ def test_a_table_that_fits_has_all_columns_and_no_warning():
 
 def test_numbers_are_never_cut_and_the_last_text_is():
     rows = Rows(("value", "how"), [(1.23456789e-10, "a long reason " * 5)] * 6)
-    with pytest.warns(ColumnsLeftOut, match="texts in how truncated"):
+    with pytest.warns(ColumnsLeftOut, match="values in how truncated"):
         lines = to_text(rows, 40).splitlines()
     assert lines[-1] == "1.23457e-10  a long reason a long reaso~"
 

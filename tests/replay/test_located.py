@@ -219,7 +219,7 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
     assert told.next == asked.next[1:]
     assert told.located.step == 2
     text = diagnosis_text(told, 80)
-    assert "where   Only rounding: no operator of a or b exceeds its bound." in text
+    assert "where   Only rounding: no operator of a or b exceeds its rounding bound." in text
     assert "(a: as-recorded, b: bf16, step 2)" in " ".join(text.split())
     assert len(text.splitlines()) < 24
     assert diagnosis_json(told)["located"]["sentence"].startswith("Only rounding")

@@ -163,7 +163,7 @@ def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("format", "lacks"),
-    [("ms-swift", "token ids, so these texts"), ("vllm", "prompt token ids, so the trace")],
+    [("ms-swift", "token ids, so the trace"), ("vllm", "prompt token ids, so the trace")],
 )
 def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, lacks):
     dumps.ONE_SIDED[format](tmp_path / "dump", make_steps(1))

@@ -1,6 +1,6 @@
 """Draw charts as Bokeh figures.
 
-BokehJS ships in the Python package, may be inlined (BSD-3), draws on a canvas, and lets figures share an axis and a
+BokehJS ships in the Python package, may be inlined (BSD-3), draws on a canvas, and lets figures share an axis and its
 zoom. Text and grid lines get the placeholder colours of `THEME`, because only the page knows whether it is light or
 dark.
 """
@@ -38,14 +38,14 @@ THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Pixels to the left of every plot frame; all equal, so that stacked figures align."""
+"""Width to the left of every plot frame, in pixels; the same for all, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Secondary lines are dashed, so that lines never differ by colour alone."""
+"""Dash patterns of secondary lines, so that lines never differ by colour alone."""
 _LABELS = 22
 """Height of the step labels below the last stacked figure, in pixels."""
 _NEAR_ONE = 1e-5
-"""If all values of a series are this close to 1, ticks show the distance from 1, which is shorter."""
+"""If all values of a series are this close to 1, ticks show their distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -56,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, with a shared step axis. The page draws the step markers itself."""
+    """Return one figure per series, with a shared step axis. The page itself draws the step markers."""
     charts = list(charts)
     if not charts:
         return []

@@ -1,4 +1,4 @@
-"""Render a report as one self-contained HTML file, with script, style and data inlined."""
+"""Render a report as one self-contained HTML file, with its script, style and data inlined."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line in the stacked figures; the position in the list decides its colour."""
+    """Return (name, is secondary) for each line in the stacked figures. The position in the list decides a line's
+    colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -113,7 +114,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Return the sort key of a table cell; empty for a missing number, which sorts below all others."""
+    """Return the sort key of a table cell; empty for a missing number, which sorts before all others."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -124,7 +125,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape a text for HTML, and attach a hover note to the first use of each word in `WORDS`."""
+    """Escape text for HTML, and attach a hover note to the first use of each word in `WORDS`."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -148,22 +149,19 @@ def term(word: str, shown: str) -> Markup:
 
 
 def pack(value: Any) -> str:
-    """Encode a value as JSON, gzip it, and encode the result as base64."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def pack_text(text: str) -> str:
-    """Gzip a text and encode it as base64. The same text always gives the same result."""
+    """Gzip text and encode it as base64. The same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
 def floats(values: Any) -> str:
-    """Encode numbers as little-endian float32 in base64."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Collect the token data for the page's view of single sequences."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),
@@ -200,7 +198,6 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
 
 
 def facts_of(one: TokenSample) -> str:
-    """Describe a sequence in one line."""
     facts = (
         ("reward", one.reward, ""), ("advantage", one.advantage, ""), ("largest |d|", one.max_abs_d, ""),
         ("sum of d", one.sum_d, " nats"), ("policy version", one.policy_version, ""), ("finish reason", one.finish_reason, ""),

@@ -297,8 +297,8 @@ const timTrace = (() => {
     const both = !mode.startsWith("p:");
     const full = both ? state.sequences.full : 1;
     $("#scale").textContent = both ? `Full colour: ${number(full, 3)} ${MODES[mode].unit} or more.` : "Darker: less probable.";
-    const [up, down] = mode === "ratio" ? ["likelier than when sampled", "less likely"] :
-      [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
+    const [up, down] = mode === "ratio" ? ["more likely than when sampled", "less likely"] :
+      [`more likely under ${state.sequences.pair[0]}`, `more likely under ${state.sequences.pair[1]}`];
     $("#ends").replaceChildren(...(both ? [element("span", {class: "key up", text: up}), element("span", {class: "key down", text: down})] : []));
     const text = $("#tokens-text");
     const prompt = one.prompt.map(([id, piece], i) => token(piece, {class: "token prompt", "data-prompt": i}));
@@ -390,7 +390,7 @@ const timTrace = (() => {
     const root = document.documentElement.dataset;
     const now = root.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     root.theme = now === "dark" ? "light" : "dark";
-    try { localStorage.setItem("tim-trace-theme", root.theme); } catch { /* no storage: until the page is closed */ }
+    try { localStorage.setItem("tim-trace-theme", root.theme); } catch { /* no storage: the choice lasts until the page is closed */ }
     recolour();
   }
 

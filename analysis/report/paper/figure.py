@@ -30,11 +30,11 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Inches: width of a single figure (one column), and of the run overview (full text width)."""
+"""Width of a single figure (one column) and of the run overview (full text width), in inches."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch; font size of tick labels and legends in points (other text has 8)."""
+"""Dots per inch; font size of tick labels and legends, in points (all other text has 8)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
+"""Because 5 patterns and 8 colours have no common divisor, the first 40 lines all look different."""
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
@@ -48,18 +48,17 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperStyle:
-    """Width, font and titles of paper figures."""
+    """Width, font and title of paper figures."""
 
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
     """Width of the run overview, inches; `column` is the width of a single figure."""
     font: str = FONT
-    """An installed font; characters it lacks are drawn in DejaVu Sans."""
+    """An installed font. Characters that it lacks are drawn in DejaVu Sans."""
     title: bool = False
     """Off by default, because papers put the title in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
-        """Apply the matplotlib settings inside a `with` block, then restore the caller's."""
         fonts = list(dict.fromkeys([self.font, FONT]))
         return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
 
@@ -111,7 +110,7 @@ def plain(text: str, most: int = 60) -> str:
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Return text cleaned as by `plain`, but wrapped to at most `most_lines` lines of `width` characters."""
+    """Clean text like `plain`, but wrap it to at most `most_lines` lines of `width` characters."""
     lines = textwrap.wrap(_one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
@@ -131,13 +130,12 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Several series, one above the other, over a shared step axis."""
+    """Several series, one above the other, with a shared step axis."""
 
     charts: tuple[LineChart, ...]
 
 
 def stack_of(series: Sequence[LineChart]) -> Stack:
-    """Return the run overview: every series, stacked in one figure."""
     charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
@@ -198,7 +196,7 @@ def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = N
         patch = axes.axhspan(band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), zorder=0.5)
         if band.low <= high and band.high >= low:
             handles["published range"] = patch  # the CSV names the source
-    axes.set_ylim(low, high)  # a band far away must not flatten the lines
+    axes.set_ylim(low, high)  # a distant band must not flatten the lines
     near, row, last = 0.08 * float(np.ptp(axes.get_xlim())), 0, -np.inf
     for mark in sorted(one.marks, key=lambda mark: mark.x):
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0, zorder=0.6)
@@ -213,7 +211,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write text `shift` points from `at`; the coordinate `along` is in data units, the other in axes units."""
+    """Write text `shift` points from `at`. The coordinate `along` is in data units, the other one in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
@@ -266,7 +264,6 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
-    """Add the title if the style has one, and a legend for several names or for a heatmap's curves."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
     width = (
         (figure.get_figwidth() - 0.6) * 72 / 0.56
@@ -277,7 +274,7 @@ def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) 
     if style.title:
         axes.set_title(wrapped(one.title, int(width / 8)), pad=4 + height)
     if height:
-        figure.set_figheight(figure.get_figheight() + height / 72)  # so that the axes keep theirs
+        figure.set_figheight(figure.get_figheight() + height / 72)  # the axes keep their height
         # matplotlib leaves out names that begin with _
         shown = [f" {name}" if name.startswith("_") else name for name in names]
         axes.legend(list(entries.values()), shown, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns)

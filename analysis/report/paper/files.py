@@ -22,18 +22,17 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""No dates and no versions, so that files are reproducible."""
+"""No dates or versions, so that files are reproducible."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
-    """Return the overview, with every series, followed by the charts that have data."""
     return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, and KEY.csv into a folder; return the paths.
+    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, with its data as KEY.csv, and return the paths.
 
     Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
     """
@@ -52,8 +51,8 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and KEY.csv to a folder next to it (figures.pdf:
-    figures-data).
+    """Write a PDF with a cover and one page per chart, and each KEY.csv to a folder next to it (figures-data for
+    figures.pdf).
 
     Returns the paths, the PDF first. Raises the same errors as write_figures.
     """
@@ -91,11 +90,11 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return a figure's data as a table; NULL where a column does not apply.
+    """Return a figure's data as a table, with NULL where a column does not apply.
 
-    Line chart: one row per point (`what` is line), mark (low to high is an interval of x) and band (low to high of y);
-    a stack adds the chart's key as first column. Heatmap: one row per cell with tokens and per point of a curve. Bar
-    chart: one row per bar.
+    A line chart has one row per point (`what` is line), per mark (low to high is an interval of x) and per band (low to
+    high is a range of y); in a stack, the first column is the chart's key. A heatmap has one row per cell with tokens
+    and one per point of a curve. A bar chart has one row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
@@ -134,7 +133,6 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
-    """Yield rows of Python numbers, which CSV shows with all digits."""
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
