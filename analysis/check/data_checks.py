@@ -274,14 +274,10 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
     cell = _numbered(run.rows["group"][grouped], at[grouped])
     several = count_of(cell) > 1
     spread = np.abs(rewards[grouped] - mean_of(cell, rewards[grouped]))[several]
+    is_equal = spread.max(initial=0.0) <= 1e-9 * np.abs(rewards[known]).max()
     num, share = len(np.unique(cell[several])), np.unique(rewards[known], return_counts=True)[1] / known.sum()
-    # Probability that rewards drawn at random are equal in every group.
-    if (
-        num >= 8
-        and not later.any()
-        and spread.max() == 0
-        and (several.sum() - num) * np.log(share.max()) < np.log(1e-6)
-    ):
+    by_chance = (several.sum() - num) * np.log(share.max())  # log probability of equal rewards in every group
+    if num >= 8 and not later.any() and is_equal and by_chance < np.log(1e-6):
         yield run.finding("rewards_by_prompt", known, at, _BY_GROUP, {"num": num}, notice=True)
 
 
