@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -205,6 +206,14 @@ class _Run:
             next=commands.sql_of(self.database.given[0], query.format(rows=rows, **numbers)),
         )  # fmt: skip
 
+    @cached_property
+    def responses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows whose tokens are inspected, [N] bool, and hashes of their prompts and responses."""
+        is_large = self.rows["length"].sum() > MAX_READ_TOKENS
+        condition = f"step IN ({self.inspected})" if is_large else "true"
+        read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
+        return np.isin(self.rows["step"], read["step"]), read["response"]
+
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
         """Return the step at which good steps turn bad; for a temporary fault, its first; None for the run's first
         step."""
@@ -266,19 +275,24 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
     earlier = known & (at <= at[others[-1]])
     later = known & ~earlier
     usual = (1 + (rewards[earlier] == value).sum()) / (2 + earlier.sum())
-    if value < rewards[known].max() and later.sum() * np.log(usual) < np.log(1e-6):
+    # Equal responses have equal rewards; only different ones are evidence.
+    inspected, response = run.responses
+    num_later = len(np.unique(response[later[inspected]]))
+    if value < rewards[known].max() and num_later * np.log(usual) < np.log(1e-6):
         numbers: Numbers = {"value": value, "after": f" from step {run.steps[at[later].min()]} on"}
         yield run.finding("rewards_constant", later, at, _BY_STEP, numbers)
-    if not (grouped := known & (run.rows["group"] > 0)).any():
         return
-    cell = _numbered(run.rows["group"][grouped], at[grouped])
-    several = count_of(cell) > 1
-    spread = np.abs(rewards[grouped] - mean_of(cell, rewards[grouped]))[several]
-    is_equal = spread.max(initial=0.0) <= 1e-9 * np.abs(rewards[known]).max()
-    num, share = len(np.unique(cell[several])), np.unique(rewards[known], return_counts=True)[1] / known.sum()
-    by_chance = (several.sum() - num) * np.log(share.max())  # log probability of equal rewards in every group
-    if num >= 8 and not later.any() and is_equal and by_chance < np.log(1e-6):
-        yield run.finding("rewards_by_prompt", known, at, _BY_GROUP, {"num": num}, notice=True)
+    asked = known & inspected & (run.rows["group"] > 0)
+    if not asked.any():
+        return
+    cell, reward = _numbered(run.rows["group"][asked], at[asked]), rewards[asked]
+    is_equal = np.abs(reward - mean_of(cell, reward)).max() <= 1e-9 * np.abs(reward).max()
+    pairs = np.unique(np.stack([cell.astype(np.uint64), response[asked[inspected]].astype(np.uint64)]), axis=1)[0]
+    more = np.bincount(pairs.astype(np.int64)) - 1  # further responses of each group
+    share = np.unique(reward, return_counts=True)[1] / len(reward)
+    if is_equal and (more > 0).sum() >= 8 and more.sum() * np.log(share.max()) < np.log(1e-6):
+        numbers = {"num": int((more > 0).sum())}
+        yield run.finding("rewards_by_prompt", asked, at, _BY_GROUP, numbers, notice=True)
 
 
 def _groups(run: _Run) -> Iterator[DataFinding]:
@@ -674,11 +688,8 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
     """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
     if not np.isfinite(run.rows["reward"]).any():
         return
-    is_large = run.rows["length"].sum() > MAX_READ_TOKENS
-    condition = f"step IN ({run.inspected})" if is_large else "true"
-    read = run.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
-    inspected = np.isin(run.rows["step"], read["step"])
-    at, reward, response = run.at[inspected], run.rows["reward"][inspected], read["response"]
+    inspected, response = run.responses
+    at, reward = run.at[inspected], run.rows["reward"][inspected]
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]
