@@ -40,7 +40,7 @@ _MOST_STEPS = 12
 """Steps tried as the onset of a hidden drop; each costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
 """Weaker differences from a baseline are not listed."""
-_SET = ("setting.", "learning_rate", "changed.setting_changed.")
+_SET = ("setting.", "learning_rate")
 """Features of configured differences; they count in addition to the first difference in the data."""
 FELL_TOO = 0.6
 """The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
@@ -102,7 +102,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     if shares:
         facts = facts.beside(control)
     known = table(facts)
-    found, parted = table_beside(facts, control, known)
+    found, parted = table_beside(facts, control)
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
     if fell_too:
         shared = {one.feature for one in table(control)}
@@ -144,7 +144,7 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
         if control is None:
             suspects = judged(known, ALONE)
         else:
-            suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+            suspects = judged((*known, *table_beside(at, control)[0]), BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
             # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]

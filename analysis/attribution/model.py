@@ -31,14 +31,14 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "check_fails.values", "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later",
         "mismatch", "returns_to_reference", "not_sampled_so",
     )),
-    (("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part"),
+    (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
      (
         "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
-        "advantages_changed.mean", "advantages_changed.burst", "rewards", "rewards_changed",
+        "advantages_changed.mean", "advantages_changed.burst", "rewards_changed",
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (tuple(f"setting.{code}" for code in SUSPECTS),
-     ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),
+     ("sampling_parts", "update_parts", "update_or_loss", "weights_jump")),
 )  # fmt: skip
 """(explaining features, features they explain away), applied in this order. Any declared lag explains old weights
 completely."""
@@ -69,14 +69,10 @@ def table(facts: Facts) -> tuple[Fact, ...]:
     return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
 
 
-def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return how a run differs from its baseline (first difference first, the rest by strength) and where they diverge.
-
-    `known`: the facts of the run alone.
-    """
+def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
+    """Return how a run differs from its baseline (first difference first, the rest by strength) and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
-    found += beside.changed(facts, control, parted, known)
     if facts.fall is not None and control.fall is not None:
         found.append(fact("control_fell", control.fall.share / max(facts.fall.share, 1e-12)))
     return _sorted(found, parted.code if parted else ""), parted

@@ -58,10 +58,11 @@ from ..facts.rollouts import (
 )
 from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
+from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
 from ..trace.source import Pair
 from . import thresholds as t
-from .settings import is_setting, read_settings, suspect_of
+from .settings import is_setting, suspect_of
 
 _BREAK_STEPS = 10
 """Steps compared on each side to find where advantages stop following rewards."""
@@ -417,7 +418,7 @@ def read_facts(
         steps_asked=database.steps,
         later=later,
         pair=pair,
-        settings=read_settings(known),
+        settings=read_hyperparameters(known),
         notes=tuple(notes),
     )
 

@@ -23,15 +23,9 @@ _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset
 EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
-    "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
-    "gradient_differs": "the update at step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
-    "update_is_other": "the update at step {step} is {factor:.3g} times as large as the baseline's, and the gradient does not explain why",
-    "update_is_equal": "the update at step {step} has the same gradient norm and size as the baseline's but yields different weights",
-    "loss_is_lower": "the loss at step {step} is lower than the baseline's by {factor:.3g} times the loss's usual magnitude: a bonus is subtracted from the loss",
-    "loss_is_higher": "the loss at step {step} is higher than the baseline's by {factor:.3g} times the loss's usual magnitude: a penalty is added to the loss",
     "weights_jump": "the update at step {step} yields weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: more than a loss term can explain",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
@@ -75,12 +69,10 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
-    "update_grows": "the update at step {step} is {factor:.3g} times as large as the baseline's",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
-    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens; now none are, and {cut_share:.0%} have exactly this length",
     "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
@@ -113,22 +105,12 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_permuted_part": "first difference at step {step}: the advantages are the baseline's in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} "
     "yields weights whose logprobs differ by {apart:.2g} nats per token",
-    "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, more so the longer they are "
-    "(correlation {correlation:.2f})",
-    "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, and a step's rewards are the "
-    "baseline's in a different order",
-    "rewards": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently",
-    "advantages": "advantages follow rewards in the baseline (correlation {control:.2f}) but not in the run ({run:.2f})",
     "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
     "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the "
     "optimizer or a loss term differs (record the gradient norm to tell which)",
-    "prompts": "starting at step {step}, the prompts differ from the baseline's (at {num_steps} steps)",
-    "changed": "{series} changes near the drop in the run but not in the baseline",
-    "update_or_loss_without_advantages": "the update at step {step} yields different weights than the baseline's from the same sequences and rewards: the optimizer, a "
-    "loss term or the advantages differ (neither advantages nor the gradient norm were recorded)",
 }
 
 NOTES: Mapping[str, str] = {

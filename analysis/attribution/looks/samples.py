@@ -186,49 +186,6 @@ def prompts(facts: Facts) -> Iterator[Fact]:
         yield best[1]
 
 
-def cut(facts: Facts) -> Iterator[Fact]:
-    """A length that responses no longer exceed and at which many end."""
-    assert facts.fall is not None
-    width = max(len(facts.steps) // 10, 5)
-    intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
-    found = [one for low, high in intervals for one in _cut_at(facts, low, high, high + 2 * width, width)]
-    if np.isfinite(facts.values("share_length_limited")).any():
-        found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
-    if found:
-        yield max(found, key=lambda one: one.level)
-
-
-def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iterator[Fact]:
-    before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
-    after = facts.rollouts.since(since + 1).until(last).num_tokens
-    if not len(before) or not len(after):
-        return
-    limit = float(after.max())
-    longer, at_it, usual = (float(part.mean()) for part in (before > limit, after == limit, before == limit))
-    limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
-    limited = limited[np.isfinite(limited)]
-    group = "told" if len(limited) else "seen"
-    if len(limited):
-        share = min(longer, at_it, float(limited.mean()))
-    else:
-        share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
-    level = min(math.sqrt(share) * 1.5, 1.0)
-    yield fact("responses_cut", level, group, limit=limit, longer_share=longer, cut_share=at_it)
-
-
-def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
-    """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
-
-    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not.
-    """
-    of_before, of_after = (
-        np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
-        for lengths in (before, after)
-    )
-    most = max(float(of_before.sum()), float(of_after.sum()))
-    return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
-
-
 def endings(facts: Facts) -> Iterator[Fact]:
     """Responses that start to end early, on tokens that rarely ended a response before."""
     assert facts.fall is not None
@@ -250,4 +207,4 @@ def endings(facts: Facts) -> Iterator[Fact]:
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, cut, endings)
+ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)

@@ -16,12 +16,6 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 
-_CUSTOMARY: dict[str, tuple[float, float]] = {
-    "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
-    "entropy_coefficient": (1e-6, 0.1),
-}  # fmt: skip
-"""Usual range of each setting."""
-
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
     return {"series": change.series, "step": change.step, "low": change.low, "high": change.high, "from_value": change.before,
@@ -49,20 +43,6 @@ def settings(facts: Facts) -> Iterator[Fact]:
         if is_learning_rate(nearest.series) and not isinstance(before, str) and not isinstance(after, str):
             level *= abs(of_ratio(after, before, 10.0))
         yield fact("setting_changed", level, suspect, **values_of(nearest))
-
-
-def unusual(facts: Facts) -> Iterator[Fact]:
-    is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
-    for name, (low, high) in _CUSTOMARY.items():
-        value = facts.settings.get(name)
-        if not isinstance(value, float) or value <= 0 or (name in ("learning_rate", "adam_beta2") and not is_adam):
-            continue
-        if name in ("adam_beta1", "adam_beta2"):
-            far = of_ratio(1 - low, 1 - value, 10.0) if value > high else of_ratio(1 - value, 1 - low, 10.0)
-        else:
-            far = of_ratio(value, high, 100.0) if value > high else of_ratio(low, value, 1000.0)
-        numbers = {"value": value, "customary_low": low, "customary_high": high}
-        yield fact("setting_unusual", max(far, 0.0), name, setting=name, **numbers)
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
@@ -154,4 +134,4 @@ def reference(facts: Facts) -> Iterator[Fact]:
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
-ALL = (settings, unusual, rate, updates, entropy, reference)
+ALL = (settings, rate, updates, entropy, reference)
