@@ -35,13 +35,11 @@ from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""A run is lost once one of these stays NaN or infinite."""
+"""If one of these stays NaN or infinite, the run cannot recover."""
 _MOST_STEPS = 12
-"""Steps tried as the onset of a hidden drop; each costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
-"""Weaker differences from a baseline are not listed."""
 _SET = ("setting.", "learning_rate")
-"""Features of configured differences; they count in addition to the first difference in the data."""
+"""Features of differences in the configuration. They count even if the data differ earlier."""
 FELL_TOO = 0.6
 """The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
 
@@ -57,13 +55,13 @@ def attribute(
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
-    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. From one run
-    this is only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
-    and one change, ideally an exact engine. With it, the first difference is an intervention, and a run that does not
-    follow the baseline's rise has a drop of kind `flat`. A mismatch after the drop is never its cause.
+    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. One run alone
+    gives only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
+    and one change, ideally an exact engine. With a baseline, the first difference is an intervention, and a run that
+    does not rise with the baseline has a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not the
-    answer. Earlier steps still count as evidence, and so does the rest of the run if it collapses by the last selected
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not reported as the
+    answer. Earlier steps are still used as evidence, and so is the rest of the run if it collapses by the last selected
     step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -81,7 +79,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases; `checked` is the run's `check` result, if there is one already."""
+    """Run `attribute` on open databases. `checked`: the run's `check` result, if it was computed before."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -97,7 +95,7 @@ def _alone(facts: Facts) -> Attribution:
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
-    """Judge a run beside its baseline. If both collapsed, only the facts they share count."""
+    """Judge a run against its baseline. If both collapsed, use only facts that both runs have."""
     shares = shares_prompts(facts, control)
     if shares:
         facts = facts.beside(control)
@@ -141,10 +139,8 @@ def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) 
     for step in steps:
         at = supposed_at(facts, step)
         known = table(at)
-        if control is None:
-            suspects = judged(known, ALONE)
-        else:
-            suspects = judged((*known, *table_beside(at, control)[0]), BESIDE)
+        beside = () if control is None else table_beside(at, control)[0]
+        suspects = judged((*known, *beside), ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
             # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]
@@ -188,11 +184,11 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""A fact may hold its value before and after a change under any of these names; the first one present counts."""
+"""Names under which facts store the value before and after a change; the view shows the first one present."""
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first per run; a run without a drop has none."""
+    """Return the SQL view `facts`: per run, strongest first; no rows for runs without a drop."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))
@@ -208,7 +204,6 @@ def facts_table(database: Database) -> pa.Table:
 
 
 _FEWEST_STEPS = 3
-"""Steps needed on each side to compare how responses end."""
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
@@ -262,11 +257,9 @@ _NEXT = {
     "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
     "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
-"""The test that would confirm or rule out a suspect."""
 
 
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Fill in the kind of mismatch and the next command of each suspect."""
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
         for suspect in suspects
@@ -294,7 +287,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: check's finding, corrected by when the mismatch began and whether it grew."""
+    """Return the kind of mismatch: the finding of `check`, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])
@@ -307,7 +300,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before the first update, weights differ only if trainer or engine quantises them.
+    # If the weights differ before the first update, the trainer or the engine quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:

@@ -1,4 +1,4 @@
-"""Render an attribution as a brief for further work: the story, the facts, and a SQL query for each open question."""
+"""Render an attribution as a brief for someone who continues the search: verdict, facts, and SQL for open questions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Characters in the table of facts; this keeps the whole brief to about 4,000 tokens."""
+"""Maximum number of characters in the table of facts, which keeps the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
-"""Weaker facts are not listed."""
 _OPEN = 0.05
-"""A suspect below this probability is no longer an open question."""
 _ALIKE = 3.0
-"""Two suspects are undecided if neither is more than this many times as probable as the other."""
+"""Suspects whose probabilities differ by at most this factor are undecided."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": (
@@ -70,11 +68,10 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "ORDER BY abs(step - {step}) LIMIT 20",
     ),
 }  # fmt: skip
-"""By suspect, the question that would settle it and the SQL that answers it."""
+"""For each suspect, the question that would confirm or rule it out, and the SQL query that answers the question."""
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
-    """Render the story, the facts, the undecided suspects, and SQL for each open question."""
     change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -114,7 +111,7 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the step of the drop, or of a change that may hide one, and the last step at which it could have begun."""
+    """Return the first and last step at which the drop, or the change that may hide a drop, can have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed
@@ -122,7 +119,7 @@ def _onset(result: Attribution) -> tuple[int, int] | None:
 
 
 def _rows(result: Attribution) -> str:
-    """Return a command that shows rows at the first difference from the baseline or, without one, around the onset."""
+    """Return a command that shows rows at the first difference from the baseline or, if there is none, at the onset."""
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
     onset = _onset(result)
     first = min(steps, default=result.num_steps if onset is None else onset[0])

@@ -1,6 +1,6 @@
 """Collect the facts of a run, and weigh them with a fitted model.
 
-model.json holds two multinomial logistic regressions, one for a run alone and one for a run beside its baseline.
+model.json holds two multinomial logistic regressions: one for a run alone, one for a run with a baseline.
 benchmarks/laboratories/left_out.py fits them on benchmark runs whose cause is known.
 """
 
@@ -40,12 +40,12 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss", "weights_jump")),
 )  # fmt: skip
-"""(explaining features, features they explain away), applied in this order. Any declared lag explains old weights
+"""(explaining features, features that they explain away), applied in this order. Any declared lag explains old weights
 completely."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return the strongest fact of each feature, reduced by the share that other facts explain."""
+    """Return the strongest fact of each feature, weakened by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -70,7 +70,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return how a run differs from its baseline (first difference first, the rest by strength) and where they diverge."""
+    """Return a run's differences from its baseline (the first one, then the others by strength), and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -79,10 +79,10 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference unless it came after the drop, grew out of rounding, or is just another seed."""
+    """Return the first difference, or None if it came after the drop, grew out of rounding, or is due to the seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
-    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
+    return None if parted.code == SAMPLING and parted.num_before == 0 else parted
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
@@ -101,7 +101,7 @@ def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:
 
 ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
-"""Facts that contribute less than this to the log odds are not listed as evidence."""
+"""Facts that change the log odds by less are not listed as evidence."""
 
 
 @cache
@@ -110,9 +110,9 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return every suspect with its probability, most probable first.
+    """Return all suspects, most probable first.
 
-    The points of a fact are what it adds to a suspect's log odds, relative to the mean over all suspects.
+    The points of a fact are its contribution to a suspect's log odds, relative to the mean over all suspects.
     """
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
@@ -134,13 +134,13 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""A fact supports every suspect that it favours at least this much, relative to its favourite."""
+"""Support, as a fraction of a fact's largest support, above which suspects are near ties."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most; near ties go to the most probable one.
+    """Return the suspect that a fact supports most; of near ties, the most probable one.
 
-    `unknown` if the model lacks the fact.
+    `unknown` if the model has no such feature.
     """
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:

@@ -24,7 +24,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Words in setting names, by suspect; the first match counts. Clipping a norm belongs to the optimizer."""
+"""Words in the names of settings, by suspect; the first match decides. Norm clipping belongs to the optimizer."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -35,18 +35,17 @@ _PATTERNS = (
         ),
     ),
 )
-"""Patterns for the last word of a name, tried before the single words."""
+"""Patterns for the last part of a name, tried before _SUSPECTS."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words that mark a logged number as a measurement, not a setting."""
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, last part of its name first; `unknown` if no word is known."""
+    """Return the suspect that a setting belongs to, or `unknown`. The last part of the name is tried first."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -60,6 +59,6 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """True if a logged number has the name of a setting, not of a measurement."""
+    """True if the name of a logged number is that of a setting, not of a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)

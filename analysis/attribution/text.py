@@ -76,42 +76,35 @@ EVIDENCE: Mapping[str, str] = {
     "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentences by code of a fact about a run; DIFFERENCES has those about a run and its baseline."""
+"""Sentences about a run, by code of the fact; those in DIFFERENCES are about a run and its baseline."""
 
+_FIRST = "first difference at step {step}: "
+_EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
+_OTHER_ADVANTAGES = _FIRST + "identical responses with equal rewards have different advantages"
 DIFFERENCES: Mapping[str, str] = {
-    "prompts_part": "first difference at step {step}: the prompts",
-    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical "
-    "to the baseline's; the other responses stop where the baseline's continue",
-    "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's, although both engines return the same "
-    "logprobs",
-    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's; the "
-    "other responses first differ in tokens that were not sampled",
-    "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
-    "(by {apart:.2g} nats) but the trainer's do not",
-    "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
-    "(by {apart:.2g} nats) but the engine's do not",
-    "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
-    "rewards_permuted_part": "first difference at step {step}: the rewards are the baseline's in a different order",
-    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
-    "{correlation:.2f})",
-    "rewards_of_last_step_part": "first difference at step {step}: the rewards are those of the previous step",
-    "advantages_by_distance_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their distance to the "
-    "reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
-    "(correlation {correlation:.2f})",
-    "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
-    "reference_parts": "first difference at step {step}: for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
-    "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
-    "advantages_permuted_part": "first difference at step {step}: the advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} "
-    "yields weights whose logprobs differ by {apart:.2g} nats per token",
+    "prompts_part": _FIRST + "the prompts",
+    "responses_cut_off": _EQUAL + "; the other responses stop where the baseline's continue",
+    "sampling_parts": _EQUAL + ", although both engines return the same logprobs",
+    "tool_parts": _EQUAL + "; the other responses first differ in tokens that were not sampled",
+    "engine_parts": _FIRST + "for identical tokens the engine's logprobs differ (by {apart:.2g} nats) but the trainer's do not",
+    "scoring_parts": _FIRST + "for identical tokens the trainer's logprobs differ (by {apart:.2g} nats) but the engine's do not",
+    "rewards_part": _FIRST + "{share:.0%} of identical responses get a different reward",
+    "rewards_permuted_part": _FIRST + "the rewards are the baseline's in a different order",
+    "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, depending on their length (correlation {correlation:.2f})",
+    "rewards_of_last_step_part": _FIRST + "the rewards are those of the previous step",
+    "advantages_by_distance_part": _OTHER_ADVANTAGES + ", depending on their distance to the reference (correlation {correlation:.2f})",
+    "advantages_by_surprise_part": _OTHER_ADVANTAGES + ", depending on their -logprob (correlation {correlation:.2f})",
+    "advantages_or_rewards_part": _FIRST + "identical responses have different advantages; their rewards were not recorded",
+    "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
+    "advantages_part": _OTHER_ADVANTAGES,
+    "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields weights whose logprobs differ by {apart:.2g} nats per token",
     "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the "
-    "optimizer or a loss term differs (record the gradient norm to tell which)",
-}
+    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
+}  # fmt: skip
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
@@ -134,7 +127,6 @@ def evidence_sentence(evidence: Statement) -> str:
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
-    """Return the differences from the baseline as sentences, without repeats."""
     return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
 
 
@@ -166,14 +158,13 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def later_clause(later: Fall | None) -> str:
-    """Mention a drop after the selected steps; empty without one."""
     if later is None:
         return ""
     return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Name the series that end in NaN or infinity, and since when; empty without any."""
+    """State which series end in NaN or infinity, and since when; empty if none does."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -198,7 +189,7 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """State that the cause is unknown, and what comes closest."""
+    """State that the cause is unknown, and which suspect is most likely."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
@@ -208,7 +199,6 @@ def unsure_clause(result: Attribution) -> str:
 
 
 def attribution_text(result: Attribution) -> str:
-    """Render the verdict, the changes around the drop, and each suspect with its evidence and next command."""
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]

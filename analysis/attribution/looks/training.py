@@ -23,14 +23,14 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change fits the onset: 1 within its interval, less the earlier it came."""
+    """Return how well a change fits the onset: 1 in the interval of the onset, less the earlier the change is."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
 def settings(facts: Facts) -> Iterator[Fact]:
-    """Per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
+    """For each suspect, the changed setting nearest to the drop. Small changes of the learning rate count less."""
     assert facts.fall is not None
     step = facts.fall.step
     for suspect in SUSPECTS:
@@ -46,7 +46,7 @@ def settings(facts: Facts) -> Iterator[Fact]:
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
-    """How far the learning rate rises above its earlier median by the onset."""
+    """How far the learning rate exceeds its earlier median before the onset."""
     assert facts.fall is not None
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
@@ -81,7 +81,6 @@ def updates(facts: Facts) -> Iterator[Fact]:
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
-    """How entropy changes at the onset and until the end, and whether that lasts."""
     assert facts.fall is not None
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]
@@ -108,7 +107,6 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Whether the reference model changes, the distance to it jumps, or the policy returns to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
@@ -120,7 +118,7 @@ def reference(facts: Facts) -> Iterator[Fact]:
     jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
     for change in jumps[:1]:
         beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
-        if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
+        if not facts.moves.moves_at(change.step, *beside):  # otherwise the policy jumped, not the reference
             level = of_ratio(float(change.after), float(change.before), 10.0)
             yield fact("reference_jumps", level, **values_of(change))
     if len(steps) < 9:
