@@ -134,7 +134,6 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
-    """Return the likely cause if the run silently got worse at one of these steps."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -216,7 +215,6 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Yield steps at which the run's inputs or engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in GIVEN and is_clear and change.shape != "ramp":

@@ -67,7 +67,6 @@ class Suspect:
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     def titled(self, basis: str = "") -> str:
-        """Return the title with its probability (all kinds of mismatch together) and the `basis` it rests on."""
         kind = self.title.removeprefix(SUSPECTS[self.code])
         return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
 
@@ -155,11 +154,9 @@ class Attribution(Result):
     suspects: tuple[Suspect, ...]
     """Most probable first; empty without a drop."""
     facts: tuple[Fact, ...] = ()
-    """Strongest first; empty without a drop."""
     supposed: SupposedCause | None = None
     """None if there is a drop, or if nothing changed."""
     later: Fall | None = None
-    """A drop that begins after the selected steps."""
     not_finite: tuple[NotFinite, ...] = ()
     """Rewards, gradient norms and losses that are NaN or infinite to the end, earliest first."""
     difference_codes: tuple[Difference, ...] = ()

@@ -12,7 +12,6 @@ _MOST_LETTERS = 10_000
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0
-"""Suspects whose probabilities differ by at most this factor are undecided."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": (
@@ -68,7 +67,6 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "ORDER BY abs(step - {step}) LIMIT 20",
     ),
 }  # fmt: skip
-"""For each suspect, the question that would confirm or rule it out, and the SQL query that answers the question."""
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:

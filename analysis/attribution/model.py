@@ -28,7 +28,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (
         "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
-        "check_fails.values", "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later",
+        "check_fails.values", "engine_moves_on", "declared_fresh", "engine_parts.later",
         "mismatch", "returns_to_reference", "not_sampled_so",
     )),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
@@ -63,7 +63,6 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
-    """Return a run's facts, strongest first; empty without a drop."""
     if facts.fall is None:
         return ()
     return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
@@ -86,7 +85,6 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
-    """True if both runs begin with the same prompts in the same order."""
     first, second = (
         run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
         for run in (facts, control)

@@ -47,24 +47,18 @@ _ENOUGH = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything an attribution knows about one trace."""
-
     trace: str
     series: Mapping[str, Series]
     outcomes: timeline.RunOutcomes
     fall: Fall | None
-    """The drop in the judged outcome, or a drop that only the comparison with a baseline shows."""
     mismatch: of_engine.RunMismatch | None
     checked: CheckResult | None
-    """None for a baseline, or if `check` could not run."""
     database: Database
-    """The steps that may be used, see `facts.changes.known_run`."""
     pair: Pair
     settings: Mapping[str, Any]
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None
-    """A drop that begins after the selected steps."""
 
     @property
     def outcome(self) -> Outcome | None:
@@ -76,7 +70,6 @@ class Facts:
 
     @cached_property
     def near(self) -> tuple[RecordedChange, ...]:
-        """Changes in or shortly before the onset interval, largest first."""
         if self.fall is None:
             return ()
         fall = self.fall
@@ -108,13 +101,11 @@ class Facts:
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Return the certain changes of these kinds near the drop or, if there are none, long before it."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Return the changes in a suspect's settings near the drop or, if there are none, long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
             # A logged number that rarely changes may be a measurement, such as the best reward so far.
@@ -133,7 +124,6 @@ class Facts:
         return np.empty(0, np.int64) if series is None else series.steps
 
     def values(self, name: str) -> np.ndarray:
-        """Return a series as [n] values; NaN if missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
@@ -143,7 +133,6 @@ class Facts:
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """Sequences since the earliest possible onset; all sequences if there is no drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
@@ -170,12 +159,10 @@ class Facts:
 
     @property
     def rewards_lie_off(self) -> bool:
-        """True if the rewards of a step are in the wrong rows."""
         return self.repeated.lies_off or self.moved_rewards is not None
 
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
-        """Mean rewards at a step where rewards stop correlating with likelihood but keep their distribution, or None."""
         step = self.moves.breaks("relation")
         if (
             step is None
@@ -235,7 +222,6 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> relations.ChangedResponses | None:
-        """Responses that the reference model scores differently near the drop, or permanently before it."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
@@ -243,7 +229,6 @@ class Facts:
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> relations.ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop (anywhere without a drop)."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -267,13 +252,11 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if a changed input or mismatch may explain a change of the reward at the drop."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> relations.ChangedResponses | None:
-        """Responses that get a different reward from some step on, consistently, in a run without a drop."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None

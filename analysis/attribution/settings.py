@@ -35,7 +35,6 @@ _PATTERNS = (
         ),
     ),
 )
-"""Patterns for the last part of a name, tried before _SUSPECTS."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
@@ -59,6 +58,5 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """True if the name of a logged number is that of a setting, not of a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)

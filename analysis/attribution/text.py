@@ -67,13 +67,10 @@ EVIDENCE: Mapping[str, str] = {
     "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
-    "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
-    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
-    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Sentences about a run, by code of the fact; those in DIFFERENCES are about a run and its baseline."""

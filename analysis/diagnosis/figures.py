@@ -13,15 +13,12 @@ class PublishedFigure:
     low: float
     high: float
     dtypes: tuple[str, str]
-    """Of trainer and engine."""
     engines: str
     model: str
     setting: str
     source: str
     is_mixture: bool = False
-    """True for a mixture of experts."""
     is_fault: bool = False
-    """True if measured in a run with a fault."""
 
 
 def _published(
@@ -35,7 +32,6 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric; a single dtype stands for both sides."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)

@@ -45,7 +45,7 @@ PAIR = ("train", "rollout")
 
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
-    "not_sampled_so engine_moves_with_mismatch engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
+    "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
     "engine_parts.behind lag",
     "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
@@ -54,7 +54,7 @@ OWNERS: dict[str, str] = {
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "prompts_changed prompts_part",
     "truncation": "endings_change responses_cut_off",
-    "reference": "reference_changed reference_jumps returns_to_reference reference_parts advantages_by_distance_part gradient_grows",
+    "reference": "reference_changed returns_to_reference reference_parts advantages_by_distance_part gradient_grows",
     "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
     "entropy": "entropy_climbs entropy_collapses advantages_by_surprise_part",
@@ -63,9 +63,6 @@ OWNERS: dict[str, str] = {
     "unknown": "entropy_impossible weights_jump tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Features that support each suspect."""
-_OF_SAMPLES = frozenset(("evaluation_holds",))
-"""Features that support every suspect that worsens sampled responses or their rewards but not the policy."""
-_SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
@@ -94,8 +91,6 @@ class Run:
 
 def owners(feature: str) -> tuple[str, ...]:
     """Return the suspects that a feature supports."""
-    if feature in _OF_SAMPLES:
-        return _SAMPLES
     setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", feature)
     return (setting[1],) if setting else (_OWNER_OF[feature],) if feature in _OWNER_OF else ()
 
@@ -213,7 +208,7 @@ def unseen(*, is_beside: bool) -> set[str]:
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
-    return settings | {name for name in (*_OWNER_OF, *_OF_SAMPLES) if is_beside or kind_of(name) != _OF_PAIR}
+    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
 
 
 _OF_PAIRS = re.compile(

@@ -48,11 +48,10 @@ def rise(facts: Facts) -> Iterator[Fact]:
         return
     yield fact(f"mismatch_grows_{when}_fall", of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
-    if step is not None and when != AFTER:
-        if facts.moves.moves_at(step, "reward", "sampled", "length"):
-            yield fact("engine_moves_with_mismatch", weighs(facts), step=step)
-        elif facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm"):
-            yield fact("trainer_moves_first", weighs(facts), step=step)
+    if step is None or when == AFTER or facts.moves.moves_at(step, "reward", "sampled", "length"):
+        return
+    if facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm"):
+        yield fact("trainer_moves_first", weighs(facts), step=step)
 
 
 def carried(facts: Facts) -> float:
@@ -156,7 +155,6 @@ def declared_lag(facts: Facts) -> tuple[float, float]:
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
-    """True if the run's lag exceeds the baseline's by more than the usual scatter of asynchronous runs."""
     of_run, of_control = declared_lag(facts)[0], declared_lag(control)[0]
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 

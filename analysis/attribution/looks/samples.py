@@ -56,7 +56,6 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Rewards that change or no longer correlate with likelihood, while policy and engine stay the same."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
@@ -71,10 +70,7 @@ def alone(facts: Facts) -> Iterator[Fact]:
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """An evaluation that stays up while the reward drops, or a reward that stays up while the evaluation drops."""
     fall, reward = facts.fall, facts.values("reward")
-    if fall is not None and facts.outcome is not None and facts.outcome.is_evaluation and fall.outcome == "reward":
-        yield fact("evaluation_holds", 1.0)
     known = np.flatnonzero(np.isfinite(reward))
     if fall is None or fall.kind == FLAT or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
         return
@@ -110,7 +106,6 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Changes in the mean of the advantages, and bursts."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))

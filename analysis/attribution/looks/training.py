@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.changes import POLICY
-from ...facts.conditions import REFERENCE, is_learning_rate
+from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
@@ -30,7 +29,6 @@ def nearness(facts: Facts, change: RecordedChange) -> float:
 
 
 def settings(facts: Facts) -> Iterator[Fact]:
-    """For each suspect, the changed setting nearest to the drop. Small changes of the learning rate count less."""
     assert facts.fall is not None
     step = facts.fall.step
     for suspect in SUSPECTS:
@@ -46,7 +44,6 @@ def settings(facts: Facts) -> Iterator[Fact]:
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
-    """How far the learning rate exceeds its earlier median before the onset."""
     assert facts.fall is not None
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
@@ -115,12 +112,6 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
-    jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
-    for change in jumps[:1]:
-        beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
-        if not facts.moves.moves_at(change.step, *beside):  # otherwise the policy jumped, not the reference
-            level = of_ratio(float(change.after), float(change.before), 10.0)
-            yield fact("reference_jumps", level, **values_of(change))
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
