@@ -44,7 +44,7 @@ class Session:
 
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = open_database(traces)
-        self._unsafe, self._has_facts = unsafe, False
+        self._unsafe = unsafe
         if not unsafe:
             # Confine the connection to the traces' files, without access to this process's variables.
             for setting in (
@@ -63,10 +63,7 @@ class Session:
             query.encode()
         except UnicodeEncodeError as error:
             raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
-        words = words_of(query)
-        self._database.define_named(words)
-        if "facts" in words and not self._has_facts:
-            self._define_facts()
+        self._database.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
             if not statements:
@@ -86,14 +83,6 @@ class Session:
             if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
-
-    def _define_facts(self) -> None:
-        """Define the view `facts`, on demand because this runs all of `attribute`'s analysis."""
-        from .attribution.attribute import facts_table
-
-        self._has_facts = True
-        self._database.connection.register("attributed_facts", facts_table(self._database))
-        self._database.connection.raw.execute("CREATE OR REPLACE VIEW facts AS SELECT * FROM attributed_facts")
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:

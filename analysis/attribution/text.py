@@ -96,7 +96,6 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_part": _OTHER_ADVANTAGES,
     "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields weights whose logprobs differ by {apart:.2g} nats per token",
-    "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",

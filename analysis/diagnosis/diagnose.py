@@ -213,8 +213,7 @@ def size_comparison(
 
     `verdict`: code of the first finding of `check`.
     """
-    comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
-    healthy = [figure for figure in comparable if not figure.is_fault]
+    healthy = [each.figure for each in figures if each.fits and each.figure.metric == "rms_d"]
     is_equal = verdict == "equal" or own == 0.0
     if is_equal or not healthy:
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)

@@ -8,13 +8,7 @@ from typing import Any
 
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
 from ..attribution.attribution import Attribution, Suspect
-from ..attribution.text import (
-    attribution_json,
-    evidence_sentence,
-    later_clause,
-    not_finite_clause,
-    unsure_clause,
-)
+from ..attribution.text import attribution_json, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
 from ..check.text import checked_json, checked_text
 from ..facts.changes import MIN_VALUES

@@ -47,7 +47,7 @@ OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
     "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
-    "engine_parts.behind lag",
+    "engine_parts.behind",
     "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
     "reward": "rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
     "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
@@ -212,7 +212,7 @@ def unseen(*, is_beside: bool) -> set[str]:
 
 
 _OF_PAIRS = re.compile(
-    r".*_(part|parts)(\..*)?|lag|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|weights_jump|update_or_loss|"
+    r".*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|weights_jump|update_or_loss|"
     r"responses_cut_off"
 )
 

@@ -167,16 +167,6 @@ def test_a_size_without_figures_or_without_mismatch():
     assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "No mismatch.")
 
 
-def test_figures_of_broken_runs_are_no_range():
-    faults = {figure.metric for figure in FIGURES if figure.is_fault}
-    assert "mean_abs_d" in faults
-    found = [each for each in _figures({"rms_d": 0.04}, "bfloat16") if each.fits]
-    broken = [
-        SimpleNamespace(**{"fits": True, "figure": SimpleNamespace(metric="rms_d", is_fault=True, low=0.0, high=9.0)})
-    ]
-    assert size_comparison("rounding", 1.0, [*found, *broken], "bfloat16").code == "above"
-
-
 @pytest.mark.parametrize(
     ("sides", "coarser"),
     [

@@ -12,7 +12,7 @@ from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
-from .engine import declared_lag, is_farther_behind, weighs
+from .engine import is_farther_behind, weighs
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers are equal."""
@@ -56,9 +56,6 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    lags = [declared_lag(run)[0] for run in (facts, control)]
-    if is_farther_behind(facts, control):
-        yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
     if facts.mismatch is not None and control.mismatch is not None:
         run, other = facts.mismatch.size, control.mismatch.size
         until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
