@@ -58,9 +58,7 @@ class Suspect:
     """The kind of mismatch, as a code of a `check` finding; empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
-    """Sums to 1 over the suspects of a run."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would confirm or rule out the suspect."""
 
     @property
     def title(self) -> str:
@@ -72,7 +70,6 @@ class Suspect:
 
     @property
     def proof(self) -> Evidence | None:
-        """Evidence that is conclusive by itself, if there is any."""
         return next((each for each in self.for_it if each.code in _BY_EVIDENCE), None)
 
     @property
@@ -102,7 +99,6 @@ class SupposedCause:
     suspects: tuple[Suspect, ...]
     """Most probable first. `unknown` is missing if identical responses get a different reward from `step` on."""
     step: int
-    """Step at which the recorded data change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
@@ -110,7 +106,6 @@ OBSERVATION, INTERVENTION = "observation", "intervention"
 MIN_PROBABILITY_OF_CAUSE = 0.5
 """A more probable suspect is reported as the cause, because it outweighs all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""If the cause is unknown, less probable suspects are not mentioned."""
 MAX_PROBABILITY_CLEARED = 0.05
 """A less probable mismatch is ruled out."""
 
@@ -128,7 +123,6 @@ class Difference(Statement):
     """A difference between a run and its baseline. `code` is a key in text.DIFFERENCES."""
 
     suspect: str
-    """Code of the suspect that it supports most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +154,6 @@ class Attribution(Result):
     not_finite: tuple[NotFinite, ...] = ()
     """Rewards, gradient norms and losses that are NaN or infinite to the end, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
-    """The first difference from the baseline, then the others by strength."""
     note_codes: tuple[Statement, ...] = ()
     """What this trace cannot answer, and why. `code` is a key in text.NOTES."""
 

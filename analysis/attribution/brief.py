@@ -14,58 +14,37 @@ _OPEN = 0.05
 _ALIKE = 3.0
 
 QUESTIONS: dict[str, tuple[str, str]] = {
-    "mismatch": (
-        "Does the mismatch begin before the drop?",
-        "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step",
-    ),
-    "staleness": (
-        "How many updates is the engine behind?",
+    "mismatch": ("Does the mismatch begin before the drop?",
+        "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),
+    "staleness": ("How many updates is the engine behind?",
         "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
-        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step",
-    ),
-    "optimizer": (
-        "Did the learning rate, the gradient norm or the loss change before the drop?",
-        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step",
-    ),
-    "reward": (
-        "Which identical responses get different rewards before and after the drop?",
-        "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) AS "
-        "reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5",
-    ),
-    "pairing": (
-        "Do advantages still follow the rewards of their own rows?",
-        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "data": (
-        "Did the prompts change?",
-        "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "truncation": (
-        "Do responses start to end at a length limit?",
-        "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, count(DISTINCT response_ids[-1]) AS last_tokens FROM "
-        "sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "reference": (
-        "Did the distance to the reference or the KL coefficient change?",
-        "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step",
-    ),
-    "advantages": (
-        "Did the sign, scale or mean of the advantages change?",
-        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "entropy": (
-        "Does the entropy change before the reward?",
-        "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step",
-    ),
-    "length": (
-        "Do longer responses get higher rewards?",
-        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "unknown": (
-        "What else changed?",
+        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"),
+    "optimizer": ("Did the learning rate, the gradient norm or the loss change before the drop?",
+        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step"),
+    "reward": ("Which identical responses get different rewards before and after the drop?",
+        "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
+        "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
+    "pairing": ("Do advantages still follow the rewards of their own rows?",
+        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
+    "data": ("Did the prompts change?",
+        "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
+        "GROUP BY step ORDER BY step"),
+    "truncation": ("Do responses start to end at a length limit?",
+        "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, "
+        "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
+    "reference": ("Did the distance to the reference or the KL coefficient change?",
+        "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
+    "advantages": ("Did the sign, scale or mean of the advantages change?",
+        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "
+        "WHERE {near} GROUP BY step ORDER BY step"),
+    "entropy": ("Does the entropy change before the reward?",
+        "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step"),
+    "length": ("Do longer responses get higher rewards?",
+        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences "
+        "WHERE {near} GROUP BY step ORDER BY step"),
+    "unknown": ("What else changed?",
         "SELECT series, kind, step, before, after, before_text, after_text FROM changes WHERE step <= {last} AND follows IS NULL "
-        "ORDER BY abs(step - {step}) LIMIT 20",
-    ),
+        "ORDER BY abs(step - {step}) LIMIT 20"),
 }  # fmt: skip
 
 

@@ -15,21 +15,16 @@ import numpy as np
 
 from ...schemas.passes import REFERENCE
 from ..facts import thresholds as ft
-from ..facts.relations import correlation, explained_by_length, pays_length_otherwise
-from ..facts.rollouts import Rollouts, centred, reward_differences
+from ..facts.relations import explained_by_length, pays_length_otherwise
+from ..facts.rollouts import Rollouts, reward_differences
 from ..facts.two_runs import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
 from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
-_OF_BATCH = ("advantages_part", "advantages_by_distance_part", "advantages_by_surprise_part")
-"""Different prompts can also cause these, because they change the mean and spread of the batch."""
 _ROUNDING = 1e-9
 """Largest difference, in nats, that summation order causes between the mean logprobs of bitwise identical runs."""
-_FEWEST = 8
-_FLOAT32 = 1e-10
-"""Share of the squared advantages that float32 rounding may leave unexplained."""
 _EXACT = 5
 """After this many bitwise identical steps, even the smallest difference is real."""
 
@@ -40,7 +35,6 @@ class Divergence:
     step: int
     """First step that differs or, if the weights differ, the step whose update made them differ."""
     num_before: int
-    """Number of shared steps before it, in which all recorded data are identical."""
     is_sudden: bool = True
     """True if the weights were bitwise identical before; False if the runs drifted apart through rounding."""
     values: dict[str, Measured] = field(default_factory=dict)
@@ -48,8 +42,6 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step of both runs, with sequences paired by prompt."""
-
     a: Rollouts
     b: Rollouts
     share: float = 1.0
@@ -60,7 +52,6 @@ class _Step:
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Return the mean absolute difference in a column over identical sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
@@ -77,7 +68,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # Different prompts also change the environment and the batch, so only different weights take precedence.
         if beside.share < 1 and (
-            code in ("", SAMPLING, "tool_parts", *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
+            code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
             code, values = "prompts_part", {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
@@ -186,32 +177,4 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
         return "advantages_part", values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return "advantages_permuted_part", values
-    if not np.isfinite(a.reward).any():
-        return "advantages_or_rewards_part", values
-    of_terms = {
-        "advantages_by_distance_part": _goes_with(a.advantage, b, b.likelihood - b.reference),
-        "advantages_by_surprise_part": _goes_with(a.advantage, b, b.likelihood),
-    }
-    term = max(of_terms, key=lambda code: of_terms[code])
-    if of_terms[term] > t.TERM_IN_ADVANTAGE:
-        return term, values | {"correlation": of_terms[term]}
-    return "advantages_part", values
-
-
-def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the partial correlation of advantages with a quantity, given the baseline's advantages.
-
-    The quantity is tried per token and summed over the response; the larger correlation counts.
-    """
-    found = 0.0
-    group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)
-    for distance in (quantity * b.length, quantity):
-        known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
-        if known.sum() < _FEWEST:
-            continue
-        own, control, of = (centred(values[known], group[known]) for values in (advantage, b.advantage, distance))
-        spread = float(control @ control)
-        rest = [values - control * float(values @ control) / spread if spread else values for values in (own, of)]
-        if float(rest[0] @ rest[0]) > _FLOAT32 * float(own @ own):
-            found = max(found, abs(correlation(*rest)))
-    return found
+    return ("advantages_part" if np.isfinite(a.reward).any() else "advantages_or_rewards_part"), values

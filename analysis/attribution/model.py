@@ -38,7 +38,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (tuple(f"setting.{code}" for code in SUSPECTS),
-     ("sampling_parts", "update_parts", "update_or_loss", "weights_jump")),
+     ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
 """(explaining features, features that they explain away), applied in this order. Any declared lag explains old weights
 completely."""

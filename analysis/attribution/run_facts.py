@@ -17,7 +17,7 @@ from ..facts import changes as timeline
 from ..facts import mismatch as of_engine
 from ..facts import relations
 from ..facts import thresholds as ft
-from ..facts.conditions import REFERENCE, SETTING
+from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.rollouts import (
@@ -90,7 +90,7 @@ class Facts:
         latest: dict[str, RecordedChange] = {}
         for change in read_recorded(self.database, self.pair):
             is_late = change.step > first + t.LEARNED * len(self.steps)
-            if not is_late or change.high >= self.fall.low or change.kind not in (*GIVEN, REFERENCE):
+            if not is_late or change.high >= self.fall.low or change.kind not in GIVEN:
                 continue
             is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
             is_slow = change.shape == "ramp" and change.kind != SETTING
@@ -174,7 +174,6 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> relations.ChangedResponses | None:
-        """Identical responses whose reward changes near the drop, or permanently before it (at any step without a drop)."""
         if not len(self.steps):
             return None
         near = self._given_otherwise("reward", least_reward(self.rollouts))
@@ -189,7 +188,6 @@ class Facts:
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation between length and the reward changes of identical responses; 0 if length does not explain them."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -301,7 +299,6 @@ class Facts:
 
     @cached_property
     def breaks(self) -> int:
-        """First step of the drop or, if earlier, the step at which rewards or advantages became wrong."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = (self.moves.breaks("relation"), self.advantages_break)

@@ -26,7 +26,6 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
-    "weights_jump": "the update at step {step} yields weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: more than a loss term can explain",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
@@ -77,7 +76,6 @@ EVIDENCE: Mapping[str, str] = {
 
 _FIRST = "first difference at step {step}: "
 _EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
-_OTHER_ADVANTAGES = _FIRST + "identical responses with equal rewards have different advantages"
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": _FIRST + "the prompts",
     "responses_cut_off": _EQUAL + "; the other responses stop where the baseline's continue",
@@ -89,11 +87,9 @@ DIFFERENCES: Mapping[str, str] = {
     "rewards_permuted_part": _FIRST + "the rewards are the baseline's in a different order",
     "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, depending on their length (correlation {correlation:.2f})",
     "rewards_of_last_step_part": _FIRST + "the rewards are those of the previous step",
-    "advantages_by_distance_part": _OTHER_ADVANTAGES + ", depending on their distance to the reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": _OTHER_ADVANTAGES + ", depending on their -logprob (correlation {correlation:.2f})",
     "advantages_or_rewards_part": _FIRST + "identical responses have different advantages; their rewards were not recorded",
     "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
-    "advantages_part": _OTHER_ADVANTAGES,
+    "advantages_part": _FIRST + "identical responses with equal rewards have different advantages",
     "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields weights whose logprobs differ by {apart:.2g} nats per token",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
@@ -131,7 +127,6 @@ def note_sentences(result: Attribution) -> tuple[str, ...]:
 
 
 def verdict_sentence(result: Attribution) -> str:
-    """State whether and when the run collapsed, and the most likely cause."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop in {result.outcome} before that." if result.outcome else ""
@@ -160,7 +155,6 @@ def later_clause(later: Fall | None) -> str:
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """State which series end in NaN or infinity, and since when; empty if none does."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -185,7 +179,6 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """State that the cause is unknown, and which suspect is most likely."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""

@@ -84,7 +84,6 @@ def _contracts(database: Database) -> list[tuple[str, Contract]]:
 
 
 def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    """Return the options of a replay; None if they are missing or ambiguous."""
     arms = {
         arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
     }
@@ -92,7 +91,6 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Return the replays that only switched to the engine of `engine_pass`."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -186,7 +184,6 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
-    """Return the coarser dtype of the two passes, which determines the size of a mismatch; None if both are unknown."""
     return _coarsest(side.coarsest for side in sides)
 
 
@@ -235,7 +232,6 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return commands that narrow down the cause of the mismatch, unless replays and `locate` have done so already."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()

@@ -27,7 +27,6 @@ class Numerics:
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
-    """From the contracts."""
     logits: tuple[str | None, str | None]
     """Of the logits, inferred from the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
@@ -49,9 +48,7 @@ class SizeComparison:
     own: float
     """Root mean square of d, nats."""
     coarser: str | None
-    """The coarser dtype of the two passes; None if unknown."""
     is_inferred: bool = False
-    """True if no contract declares the dtype."""
     low: float | None = None
     """Published range from `low` to `high`, nats; None for `equal` and `unpublished`."""
     high: float | None = None
@@ -116,7 +113,6 @@ class Diagnosis(Result):
     """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """Metrics of the trace, named as in `stats` and the frameworks."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
@@ -136,7 +132,6 @@ class Diagnosis(Result):
 
     @property
     def broken(self) -> BrokenSide | None:
-        """What to fix, and since which step; None if nothing is broken."""
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
         seen, caused = checked.broken, suspect.broken if suspect else None
         faults = data_faults(checked)

@@ -187,7 +187,6 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def alerts_text(found: Diagnosis, most: int | None = None) -> str:
-    """List up to `most` of the alerts that fired, and state whether they disagree with `check`."""
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
@@ -200,7 +199,6 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """State whether the size of the mismatch is normal; after an unexplained jump it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)

@@ -26,7 +26,6 @@ MOST = 1000
 """Longer series are averaged over neighbouring steps before they are searched for changes."""
 
 FEWEST = 12
-"""Shorter series are not searched for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,6 @@ class FirstChange:
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Return the first change of each series of at least LEAST_SD, earliest first."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -169,7 +167,6 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Outcomes with fewer values are not searched for a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +176,6 @@ class RunOutcomes:
 
     @property
     def judged(self) -> Outcome | None:
-        """The first evaluation or, if there is none, the reward."""
         return self.all[0] if self.all else None
 
 
@@ -271,9 +267,7 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
     If only the reward drops, the sampled responses got worse, but the policy did not.
     """
-    if fall is not None:
-        return refined(fall, of_reward)
-    return of_reward
+    return of_reward if fall is None else refined(fall, of_reward)
 
 
 _BASE, _FEWEST = 15, 4
@@ -291,7 +285,6 @@ class Quantity:
     steps: np.ndarray
     values: np.ndarray
     least: float
-    """Minimum scatter assumed, on this scale."""
 
     def off(self, place: int) -> np.ndarray:
         """Return how far a value and the next three are from the earlier level, in standard deviations.
@@ -312,6 +305,9 @@ class Quantity:
         return float(off[0]) if beside.sum() >= min(_NEXT - 1, len(beside)) else 0.0
 
 
+_NOT_RECORDED = Quantity(np.empty(0, np.int64), np.empty(0), 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
     columns: Mapping[str, Quantity]
@@ -319,19 +315,14 @@ class Moves:
     under engine and trainer; `relation`: correlation of likelihood and reward within groups."""
     first: int
     last: int
-    """Last step at which a change can have caused the drop; `first` is the earliest such step."""
 
     def size(self, name: str, step: int) -> float:
-        column = self.columns.get(name)
-        place = -1 if column is None else int(np.searchsorted(column.steps, step))
-        if column is None or place >= len(column.steps) or column.steps[place] != step:
-            return 0.0
-        return column.moves(place)
+        column = self.columns.get(name, _NOT_RECORDED)
+        place = np.flatnonzero(column.steps == step)
+        return column.moves(int(place[0])) if len(place) else 0.0
 
     def step(self, name: str) -> int | None:
-        column = self.columns.get(name)
-        if column is None:
-            return None
+        column = self.columns.get(name, _NOT_RECORDED)
         near = column.steps[(column.steps >= self.first) & (column.steps <= self.last)]
         return next((int(step) for step in near if self.size(name, int(step))), None)
 
@@ -339,10 +330,7 @@ class Moves:
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step, up to the drop, at which a correlation is lost permanently, or None."""
-        column = self.columns.get(name)
-        if column is None:
-            return None
+        column = self.columns.get(name, _NOT_RECORDED)
         end = int(np.searchsorted(column.steps, self.last, side="right"))
         for place in range(_FEWEST, end):
             off = column.off(place)

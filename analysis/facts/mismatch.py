@@ -73,7 +73,7 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 class _StepBatch:
     step_N: np.ndarray
     sums: dict[str, Array]
-    size_T: Array
+    abs_d_T: Array
     num_read: int
     """Number of tokens read, including those that the sums leave out."""
 
@@ -112,8 +112,8 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
         else:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _StepBatch(array_of(rows.column("step")), sums, np.abs(size_T, out=size_T), num_read)
+    d_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
+    return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), num_read)
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
@@ -121,7 +121,6 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
     sums = {name: values[full_N] for name, values in sums.items()}
-    sizes = _sizes(batches)
 
     def total(values_N: Array) -> Array:
         return np.bincount(place_N, values_N, minlength=len(steps)).astype(np.float64)
@@ -132,7 +131,10 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
+    step_T = np.repeat(place_N, sums["num_tokens"].astype(np.int64))
+    abs_d_T = np.concatenate([batch.abs_d_T for batch in batches])[np.argsort(step_T, kind="stable")]
+    of_steps = np.split(abs_d_T, np.cumsum(n).astype(np.int64)[:-1])[: len(steps)]
+    p99 = [np.quantile(part, 0.99, overwrite_input=True) for part in of_steps]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
@@ -146,17 +148,6 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows
-
-
-def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    parts: dict[int, list[Array]] = {}
-    for batch in batches:
-        ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # The last sequence of each run of sequences with the same step.
-        last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
-        for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
-            parts.setdefault(step, []).append(sizes)
-    return parts
 
 
 def _used_once(database: Database, pair: Pair) -> bool:

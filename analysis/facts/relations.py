@@ -151,7 +151,6 @@ class ChangedResponses:
 
     step: int
     num_responses: int
-    """Number of responses sampled both before the step and later."""
     share: float
     """Share of these responses whose value changed."""
     share_before: float
@@ -161,7 +160,6 @@ class ChangedResponses:
 
     @property
     def is_rescaled(self) -> bool:
-        """True if responses keep their order by value, so only the scale or level changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property

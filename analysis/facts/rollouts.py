@@ -81,10 +81,8 @@ class Rollouts:
     advantage: np.ndarray
     """Advantage of the response, or the mean over its tokens if recorded per token."""
     first_advantage: np.ndarray
-    """Advantage of the response, or of its first token if recorded per token."""
     length: np.ndarray
     num_masked: np.ndarray
-    """Number of response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
     """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer logprob."""
     sampled: np.ndarray
@@ -230,7 +228,6 @@ class RepeatedResponses:
 
     num_pairs: int
     unequal: float
-    """Share of pairs with different rewards; NaN without pairs."""
     mean_difference: float
     order: str
     """Order of rows with the fewest such pairs, in words; empty if it is the recorded order."""

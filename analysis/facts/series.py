@@ -26,30 +26,15 @@ MISMATCH, OPTIMIZER, REWARD, LENGTH, ENTROPY, POLICY, WEIGHTS = (
 )  # fmt: skip
 
 KINDS: dict[str, tuple[str, str]] = {
-    "k3": (MISMATCH, LOG),
-    "mean_abs_d": (MISMATCH, LOG),
-    "p99_abs_d": (MISMATCH, LOG),
-    "max_abs_d": (MISMATCH, LOG),
-    "mean_d": (MISMATCH, LINEAR),
-    "k3_positive": (MISMATCH, LOG),
-    "k3_negative": (MISMATCH, LOG),
-    "ess": (MISMATCH, LOGIT),
-    "reward": (REWARD, LINEAR),
-    "reward_std_within_groups": (REWARD, LINEAR),
-    "share_groups_without_spread": (REWARD, LOGIT),
-    "length": (LENGTH, LOG),
-    "share_length_limited": (LENGTH, LOGIT),
-    "entropy": (ENTROPY, LOG),
-    "grad_norm": (OPTIMIZER, LOG),
-    "loss": (OPTIMIZER, LINEAR),
-    "learning_rate": (OPTIMIZER, LINEAR),
-    "update_to_weight": (OPTIMIZER, LOG),
-    "adam_second_moment": (OPTIMIZER, LOG),
-    "policy_lag": (POLICY, LINEAR),
-    "version_lag": (POLICY, LINEAR),
-    "clip_share": (POLICY, LOGIT),
+    "k3": (MISMATCH, LOG), "mean_abs_d": (MISMATCH, LOG), "p99_abs_d": (MISMATCH, LOG), "max_abs_d": (MISMATCH, LOG),
+    "mean_d": (MISMATCH, LINEAR), "k3_positive": (MISMATCH, LOG), "k3_negative": (MISMATCH, LOG), "ess": (MISMATCH, LOGIT),
+    "reward": (REWARD, LINEAR), "reward_std_within_groups": (REWARD, LINEAR), "share_groups_without_spread": (REWARD, LOGIT),
+    "length": (LENGTH, LOG), "share_length_limited": (LENGTH, LOGIT), "entropy": (ENTROPY, LOG),
+    "grad_norm": (OPTIMIZER, LOG), "loss": (OPTIMIZER, LINEAR), "learning_rate": (OPTIMIZER, LINEAR),
+    "update_to_weight": (OPTIMIZER, LOG), "adam_second_moment": (OPTIMIZER, LOG),
+    "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
-}
+}  # fmt: skip
 """Kind of each series, and the scale on which its changes are found."""
 
 
@@ -57,14 +42,12 @@ KINDS: dict[str, tuple[str, str]] = {
 class Series:
     name: str
     steps: Array
-    """[n] int64, ascending."""
     values: Array
     """[n] float64; NaN at steps without a finite value."""
     scale: str
     kind: str
     source: str = ""
     not_finite: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """Steps with a NaN or infinite value."""
     logged: str = ""
     """Name under which the trainer logged the values; empty if they were computed."""
 
@@ -177,7 +160,6 @@ class Outcome:
     values: np.ndarray
     """[n] float64, finite. Higher is better."""
     is_evaluation: bool
-    """True if measured on held-out data, which a wrong training reward does not affect."""
     floor: float = 0.0
     """Value if no answer is correct: 0, or less if there are negative rewards."""
 
@@ -204,7 +186,6 @@ class Fall:
     """Level before the drop; for `flat`, the level that the baseline reaches."""
     after: float
     size_in_sd: float
-    """before - after, in standard errors of the difference."""
     floor: float = 0.0
 
     @property
@@ -395,7 +376,6 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
-    """Return the index at which two consecutive values first drop below `level`, or the last index."""
     lost = values[start:] < level
     twice = np.flatnonzero(lost & np.r_[lost[1:], True])
     return start + int(twice[0]) if len(twice) else len(values) - 1

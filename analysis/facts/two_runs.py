@@ -93,8 +93,6 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Pairs of responses, and how many tokens they share from the start."""
-
     a: RunRows
     b: RunRows
     """K rows each; those at the same place are a pair."""

@@ -54,13 +54,13 @@ OWNERS: dict[str, str] = {
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "prompts_changed prompts_part",
     "truncation": "endings_change responses_cut_off",
-    "reference": "reference_changed returns_to_reference reference_parts advantages_by_distance_part gradient_grows",
+    "reference": "reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
-    "entropy": "entropy_climbs entropy_collapses advantages_by_surprise_part",
+    "entropy": "entropy_climbs entropy_collapses",
     "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves "
     "rewards_by_length_part",
-    "unknown": "entropy_impossible weights_jump tool_parts scoring_parts trainer_moves_first",
+    "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Features that support each suspect."""
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
@@ -212,7 +212,7 @@ def unseen(*, is_beside: bool) -> set[str]:
 
 
 _OF_PAIRS = re.compile(
-    r".*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|weights_jump|update_or_loss|"
+    r".*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|update_or_loss|"
     r"responses_cut_off"
 )
 

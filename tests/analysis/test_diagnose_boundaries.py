@@ -27,7 +27,6 @@ from tim_trace.analysis.diagnosis.diagnose import (
     size_comparison,
 )
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
-from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.text import (
     diagnosis_json,
     diagnosis_text,

@@ -39,7 +39,6 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """How the first update that differs does so: by its gradient, and by the weights it yields."""
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
@@ -51,8 +50,6 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         yield fact("gradient_grows", of_ratio(gradient, 1.0, 10.0), step=step, factor=gradient)
     elif apart >= _SHOWS:
         yield fact("gradient_is_equal", 1.0, step=step, factor=gradient)
-    if math.isfinite(apart):
-        yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:

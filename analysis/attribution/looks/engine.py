@@ -9,7 +9,7 @@ import numpy as np
 from ...facts import thresholds as ft
 from ...facts.changes import ChangePoint
 from ...facts.mismatch import FROM_UPDATES
-from ...facts.recorded import AFTER, order_beside
+from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
 from .. import thresholds as t
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -22,7 +22,6 @@ OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 
 def weighs(facts: Facts) -> float:
-    """Return how much harm a mismatch of this size can do, from 0 to 1."""
     return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
 
 
@@ -46,7 +45,10 @@ def rise(facts: Facts) -> Iterator[Fact]:
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
-    yield fact(f"mismatch_grows_{when}_fall", of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
+    code = {
+        BEFORE: "mismatch_grows_before_fall", WITH: "mismatch_grows_with_fall", AFTER: "mismatch_grows_after_fall",
+    }[when]  # fmt: skip
+    yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
     if step is None or when == AFTER or facts.moves.moves_at(step, "reward", "sampled", "length"):
         return
