@@ -158,21 +158,12 @@ def _attribution(
     since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
     broken = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return Attribution(
-        trace=facts.trace,
-        steps=facts.steps_asked,
-        control=None,
-        kind=OBSERVATION,
-        num_steps=len(facts.steps),
-        outcome=facts.outcome.name if facts.outcome else "",
-        fall=facts.fall,
-        later=facts.later,
-        changes=facts.near,
+        trace=facts.trace, steps=facts.steps_asked, control=None, kind=OBSERVATION, num_steps=len(facts.steps),
+        outcome=facts.outcome.name if facts.outcome else "", fall=facts.fall, later=facts.later, changes=facts.near,
         suspects=described(facts, suspects) if facts.fall else (),
         facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
-        supposed=supposed,
-        not_finite=tuple(sorted(broken, key=lambda each: each.step)),
-        note_codes=tuple(notes),
-    )
+        supposed=supposed, not_finite=tuple(sorted(broken, key=lambda each: each.step)), note_codes=tuple(notes),
+    )  # fmt: skip
 
 
 _FEWEST_STEPS = 3

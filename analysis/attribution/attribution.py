@@ -83,7 +83,6 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """Step of the strongest supporting evidence that has one."""
         return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
@@ -149,13 +148,10 @@ class Attribution(Result):
     """Most probable first; empty without a drop."""
     facts: tuple[Fact, ...] = ()
     supposed: SupposedCause | None = None
-    """None if there is a drop, or if nothing changed."""
     later: Fall | None = None
     not_finite: tuple[NotFinite, ...] = ()
-    """Rewards, gradient norms and losses that are NaN or infinite to the end, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
     note_codes: tuple[Statement, ...] = ()
-    """What this trace cannot answer, and why. `code` is a key in text.NOTES."""
 
     @property
     def supposed_cause(self) -> SupposedCause | None:

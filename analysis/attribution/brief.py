@@ -96,7 +96,6 @@ def _onset(result: Attribution) -> tuple[int, int] | None:
 
 
 def _rows(result: Attribution) -> str:
-    """Return a command that shows rows at the first difference from the baseline or, if there is none, at the onset."""
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
     onset = _onset(result)
     first = min(steps, default=result.num_steps if onset is None else onset[0])

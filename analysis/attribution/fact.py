@@ -27,7 +27,6 @@ class Fact(Statement):
         return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
 
     def order(self, fall: Fall | None) -> str | None:
-        """Return whether the fact came `before`, `with` or `after` a drop; None if it has no step or there is no drop."""
         step = self.values.get("step")
         if fall is None or not isinstance(step, int):
             return None
@@ -38,7 +37,6 @@ class Fact(Statement):
 
 
 def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:
-    """Return a fact with its level clipped to -1 to 1; NaN becomes 0."""
     bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))
     return Fact(code=code, level=bounded, group=group, kind=kind, values=values)
 

@@ -99,7 +99,6 @@ def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:
 
 ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
-"""Facts that change the log odds by less are not listed as evidence."""
 
 
 @cache
@@ -136,10 +135,7 @@ _NEAR = 0.6
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most; of near ties, the most probable one.
-
-    `unknown` if the model has no such feature.
-    """
+    """Return the suspect that a fact supports most; of near ties, the most probable one. `unknown` without support."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

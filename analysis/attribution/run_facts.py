@@ -338,7 +338,6 @@ class Facts:
         )
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences from the onset until a tenth of the run later, when the policy has unlearned little."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -360,20 +359,13 @@ def read_facts(
         notes.append(Statement(code="no_outcome", values={"min_values": timeline.MIN_VALUES}))
     elif not outcomes.judged.is_evaluation:
         notes.append(Statement(code="no_evaluation"))
+    if checked is None and not is_control:
+        checked = _checked(database, pair, name, notes)
     return Facts(
-        trace=name,
-        series=series,
-        outcomes=outcomes,
-        fall=outcomes.fall,
-        mismatch=of_engine.read_run_mismatch(series, outcomes.fall),
-        checked=checked if checked is not None or is_control else _checked(database, pair, name, notes),
-        database=known,
-        steps_asked=database.steps,
-        later=later,
-        pair=pair,
-        settings=read_hyperparameters(known),
-        notes=tuple(notes),
-    )
+        trace=name, series=series, outcomes=outcomes, fall=outcomes.fall, checked=checked, database=known, pair=pair,
+        mismatch=of_engine.read_run_mismatch(series, outcomes.fall), settings=read_hyperparameters(known),
+        notes=tuple(notes), steps_asked=database.steps, later=later,
+    )  # fmt: skip
 
 
 def _mismatch_begins(facts: Facts) -> int | None:

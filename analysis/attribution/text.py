@@ -17,7 +17,6 @@ from .attribution import Attribution, NotFinite, Suspect
 _MOST_CHANGES = 12
 _MOST_EVIDENCE = 8
 _SHOWN = 0.02
-"""Suspects below this probability are listed without evidence."""
 
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
@@ -26,7 +25,6 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
-    "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
@@ -39,7 +37,6 @@ EVIDENCE: Mapping[str, str] = {
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as it does under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
     "engine_stands_still": "of {num_openings:,} repeated prefixes, {still_share:.0%} have the same engine logprobs as at earlier steps, bit for bit, and {trainer_share:.0%} have the same trainer logprobs: the engine gets no new weights",

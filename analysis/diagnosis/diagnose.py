@@ -51,7 +51,6 @@ GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 
 
 _ENGINE_ALONE = {"engine", "mode"}
-"""Options of a replay that select an engine but do not change how it computes."""
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
@@ -144,34 +143,20 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
+    size = size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser)
+    a, b = sides
     return Diagnosis(
-        checked=checked,
-        attribution=attribution,
-        jumps=jumps,
+        checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
-            passes=names,
-            declared=(sides[0].declared, sides[1].declared),
-            logits=(sides[0].logits, sides[1].logits),
-            values=(sides[0].values, sides[1].values),
+            passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values)
         ),
-        metrics=metrics,
-        size=replace(
-            size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
-            is_inferred=coarser not in (sides[0].declared, sides[1].declared),
-        ),
-        figures=figures,
-        alarms=read_alarms(database, names),
-        replays=replays,
-        next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)),
-        located=located,
-    )
+        size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names),
+        next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
+    )  # fmt: skip
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch that are too abrupt for training alone, largest first.
-
-    `follows` is a setting or contract that changed at the jump, if any.
-    """
+    """Return the jumps of the mismatch too abrupt for training alone; `follows` is a setting that changed at the jump."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -206,10 +191,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d with published values from healthy runs with the same coarser dtype.
-
-    `verdict`: code of the first finding of `check`.
-    """
+    """Compare the rms of d with published values for the same coarser dtype. `verdict`: first finding of `check`."""
     healthy = [each.figure for each in figures if each.fits and each.figure.metric == "rms_d"]
     is_equal = verdict == "equal" or own == 0.0
     if is_equal or not healthy:

@@ -93,7 +93,6 @@ class BrokenSide:
     side: str
     """A component, as in check.finding.Broken, or `data`."""
     since: int | None
-    """First broken step; None if no command finds one within the run."""
     by: tuple[str, ...]
     other: str | None = None
     """What else the other command would fix, if anything."""
@@ -158,7 +157,6 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Data findings that compare logprobs, and so may come from a fault in the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:

@@ -96,10 +96,8 @@ def _change(
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
-        size_in_sd=(located.after - located.before) / scatter,
-        p=tail(located.gain, n),
-        kind=located.kind,
-    )
+        size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, n), kind=located.kind,
+    )  # fmt: skip
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
@@ -263,17 +261,13 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Prefer the drop in the evaluation, with the reward's onset if its interval is narrower.
-
-    If only the reward drops, the sampled responses got worse, but the policy did not.
-    """
+    """Prefer the drop in the evaluation, with the reward's onset if its interval is narrower."""
     return of_reward if fall is None else refined(fall, of_reward)
 
 
 _BASE, _FEWEST = 15, 4
 """Largest and smallest number of earlier steps that a step is compared with."""
 _NEXT = 3
-"""Steps checked after a change, of which all but one must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
@@ -287,10 +281,7 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far a value and the next three are from the earlier level, in standard deviations.
-
-        Return an empty array if there are too few earlier steps.
-        """
+        """Return how far a value and the next three are from the earlier level, in SD; empty with too few earlier steps."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

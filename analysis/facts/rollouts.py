@@ -58,7 +58,6 @@ FARTHEST = 16
 OPENING = 3
 """Number of response tokens in an opening. With the prompt, an opening is a prefix that several responses share."""
 _ALONE = 0.5
-"""If more than this share of the sequences are alone in their group, each step is treated as one group."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Number of pairs needed for a comparison, and of responses needed on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
@@ -104,14 +103,6 @@ class Rollouts:
         return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
 
     @property
-    def reward_size(self) -> np.ndarray:
-        return np.asarray(np.abs(centred(self.reward, self.group)))
-
-    @property
-    def advantage_size(self) -> np.ndarray:
-        return np.asarray(np.abs(self.advantage))
-
-    @property
     def is_alone(self) -> bool:
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
@@ -143,7 +134,6 @@ class Rollouts:
 
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
-    """Read the sequences of the open run. The passes of `pair` are the trainer and the engine."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
         columns = _OF_COUNTED if sequence_columns(database).mask else _OF_ALL
@@ -180,10 +170,7 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the [N] differences of rewards (NaN if unknown), and whether each exceeds rounding errors.
-
-    Rounding errors are proportional to the largest absolute value in `scale_of`.
-    """
+    """Return [N] reward differences (NaN if unknown), and whether each exceeds the rounding errors of `scale_of`."""
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale

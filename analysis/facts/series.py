@@ -49,7 +49,6 @@ class Series:
     source: str = ""
     not_finite: Array = field(default_factory=lambda: np.empty(0, np.int64))
     logged: str = ""
-    """Name under which the trainer logged the values; empty if they were computed."""
 
     @property
     def known(self) -> Array:
@@ -142,7 +141,6 @@ value was chosen is flat; with 0.55, one would be."""
 _UNSEEN_CORRELATION = 2.0
 """Factor on the scatter if there are too few values to estimate the autocorrelation; 2 allows for 0.6."""
 _LEVEL = 0.99
-"""Level at which quantiles of Student's t are compared with those of the normal distribution."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -258,19 +256,12 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
-        outcome=outcome.name,
-        onset_of=outcome.name,
-        kind=COLLAPSE if is_quick else SLOW_DECLINE,
-        step=int(steps[step]),
-        low=int(steps[low]),
-        high=int(steps[min(high + 1, len(steps) - 1)]),
+        outcome=outcome.name, onset_of=outcome.name, kind=COLLAPSE if is_quick else SLOW_DECLINE, step=int(steps[step]),
+        low=int(steps[low]), high=int(steps[min(high + 1, len(steps) - 1)]),
         interval=(int(steps[min(first, low)]), int(steps[min(max(last, high) + 1, len(steps) - 1)])),
         fallen=int(steps[_first_lost(values, step, before - FALLEN * (before - after))]),
-        before=before,
-        after=after,
-        size_in_sd=float((before - after) / error),
-        floor=outcome.floor,
-    )
+        before=before, after=after, size_in_sd=float((before - after) / error), floor=outcome.floor,
+    )  # fmt: skip
 
 
 def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:

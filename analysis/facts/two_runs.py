@@ -95,7 +95,6 @@ class RunRows:
 class Prefixes:
     a: RunRows
     b: RunRows
-    """K rows each; those at the same place are a pair."""
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray

@@ -18,7 +18,6 @@ _USUAL = 0.02
 """Mean |d|, in nats, at which `weighs` is one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
-"""Findings of `check` that may mean that the engine has different weights."""
 
 
 def weighs(facts: Facts) -> float:
@@ -28,7 +27,6 @@ def weighs(facts: Facts) -> float:
 def size(facts: Facts) -> Iterator[Fact]:
     run = facts.mismatch
     if run is None:
-        yield fact("no_passes", 1.0)
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
     if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
@@ -104,10 +102,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """By how much -logprob of the tokens sampled since the drop exceeds the entropy.
-
-    They are equal on average if tokens are sampled from the returned logprobs.
-    """
+    """Whether -logprob exceeds the entropy: both are equal on average if tokens are sampled from the returned logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
