@@ -74,7 +74,6 @@ class Suspect:
 
     @property
     def broken(self) -> str | None:
-        """What to fix if this is the cause: a component as in `check`, or `data`. None for `unknown`."""
         if self.proof is not None:
             return _BY_EVIDENCE[self.proof.code]
         if self.code == "staleness" and any(each.code.startswith("declared_lag") for each in self.for_it):
@@ -106,7 +105,6 @@ MIN_PROBABILITY_OF_CAUSE = 0.5
 """A more probable suspect is reported as the cause, because it outweighs all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
-"""A less probable mismatch is ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +117,6 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
-    """A difference between a run and its baseline. `code` is a key in text.DIFFERENCES."""
-
     suspect: str
 
 

@@ -87,10 +87,7 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return the code and numbers of the first difference within a step; an empty code if there is none.
-
-    `least`: smallest difference between mean logprobs of the same tokens that is real, in nats.
-    """
+    """Return the code and numbers of the first difference within a step; mean logprobs differ from `least` nats on."""
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")

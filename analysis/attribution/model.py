@@ -107,10 +107,7 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects, most probable first.
-
-    The points of a fact are its contribution to a suspect's log odds, relative to the mean over all suspects.
-    """
+    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all suspects."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}

@@ -16,19 +16,12 @@ from ..check.check import CheckResult, gather, judge
 from ..facts import changes as timeline
 from ..facts import mismatch as of_engine
 from ..facts import relations
+from ..facts import rollouts as rows
 from ..facts import thresholds as ft
 from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
-from ..facts.rollouts import (
-    RepeatedResponses,
-    Rollouts,
-    least_reward,
-    moved_rewards,
-    read_rollouts,
-    repeated_responses,
-    unequal_share,
-)
+from ..facts.rollouts import RepeatedResponses, Rollouts
 from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
 from ..trace.columns import read_hyperparameters
@@ -116,7 +109,7 @@ class Facts:
 
     @property
     def rollouts(self) -> Rollouts:
-        return read_rollouts(self.database, self.pair)
+        return rows.read_rollouts(self.database, self.pair)
 
     @property
     def steps(self) -> np.ndarray:
@@ -138,22 +131,19 @@ class Facts:
     @cached_property
     def repeated(self) -> RepeatedResponses:
         """Rewards of identical responses since the onset, or since the end of its interval if only these are misplaced."""
-        found = repeated_responses(self.since_fall)
+        found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
-        later = repeated_responses(self.rollouts.since(self.fall.interval[1]))
+        later = rows.repeated_responses(self.rollouts.since(self.fall.interval[1]))
         return later if later.lies_off else found
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        return repeated_responses(self.rollouts if self.fall is None else self.well_before)
+        return rows.repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences from the first half of the steps before the drop, because its cause may have begun earlier.
-
-        With few steps before the drop, all of them.
-        """
+        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -170,20 +160,20 @@ class Facts:
             or self.moves.moves_at(step, "mean_abs_d", *timeline.POLICY)
         ):
             return None
-        return moved_rewards(self.rollouts, step)
+        return rows.moved_rewards(self.rollouts, step)
 
     @cached_property
     def changed_rewards(self) -> relations.ChangedResponses | None:
         if not len(self.steps):
             return None
-        near = self._given_otherwise("reward", least_reward(self.rollouts))
+        near = self._given_otherwise("reward", rows.least_reward(self.rollouts))
         if near is not None:
             noise = self.repeated_before.unequal
             least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / near.num_responses)
             near = near if near.share > least else None
         if near is not None and not near.share_before > t.WAS_THERE * near.share:
             return near
-        found = self._given_otherwise_for_good("reward", least_reward(self.rollouts))
+        found = self._given_otherwise_for_good("reward", rows.least_reward(self.rollouts))
         return near if found is None or found.is_rescaled else found
 
     @cached_property
@@ -203,10 +193,7 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step that length explains, before and after the onset.
-
-        None unless the share rises from below LENGTH_LITTLE to at least LENGTH_MOST.
-        """
+        """Share of the reward variance within a step that length explains, before and after the onset, if it rises enough."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -245,7 +232,7 @@ class Facts:
         if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
-        unequal_since, unequal_before = (unequal_share(part, column, least) for part in (since, before))
+        unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
         return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
     @property
@@ -258,14 +245,11 @@ class Facts:
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
-        return found if not repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
+        return found if not rows.repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward within groups at the onset or, if it is undefined there, after the onset.
-
-        If lengths do not vary within groups, it is computed over all responses; NaN if length does not explain the reward.
-        """
+        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too low."""
         for part in (self.around_fall(), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
@@ -276,10 +260,7 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """The step, up to the drop, at which advantages stop following rewards within groups.
-
-        Steps are not pooled, because a policy trained on wrong advantages may soon get the same reward everywhere.
-        """
+        """The step, up to the drop, at which advantages stop following rewards within groups."""
         if self.fall is None:
             return None
         steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")
@@ -346,10 +327,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace. Unless it is a baseline or already `checked`, run `check` on it.
-
-    Raises DamagedTrace.
-    """
+    """Read the facts of a trace, and run `check` on it unless it is a baseline or `checked`; raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else timeline.known_run(database, pair)

@@ -37,6 +37,7 @@ EVIDENCE: Mapping[str, str] = {
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as it does under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
+    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
     "engine_stands_still": "of {num_openings:,} repeated prefixes, {still_share:.0%} have the same engine logprobs as at earlier steps, bit for bit, and {trainer_share:.0%} have the same trainer logprobs: the engine gets no new weights",

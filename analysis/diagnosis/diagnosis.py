@@ -62,9 +62,7 @@ class ReplayEffect:
     pair: tuple[str, str]
     num_tokens: int
     gap_rms: float
-    """Root mean square of d between pass a and pass b over the replayed tokens, nats."""
     left_rms: float
-    """The same between the replay and pass b."""
     removed: float
     """Share of the mean squared d that the replay removes; negative if it increases the mismatch."""
     low: float | None
@@ -95,7 +93,6 @@ class BrokenSide:
     since: int | None
     by: tuple[str, ...]
     other: str | None = None
-    """What else the other command would fix, if anything."""
     is_stronger: bool = False
     """True if `side` and `other` both explain the mismatch, but the evidence for `side` is stronger."""
 
@@ -118,7 +115,6 @@ class Diagnosis(Result):
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
     located: Location | None = None
-    """Newest `locate` result stored in the trace, without operators."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:
@@ -167,10 +163,7 @@ def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
 
 
 def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; None if it is present from the start.
-
-    `check` inspects only a sample of the steps, so a jump between two of them dates the fault more precisely.
-    """
+    """Return the first step of the fault that makes a comparison invalid; a jump between sampled steps dates it precisely."""
     found = []
     for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
         since = each.numbers.get("since_step", each.numbers.get("since"))

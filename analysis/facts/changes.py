@@ -124,7 +124,6 @@ LEAST_SD = 2.0
 """Smaller changes, in standard deviations of the scatter, are not reported as first changes."""
 
 PLANNED = ("learning_rate",)
-"""Left out of the order of first changes, because the user sets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +270,6 @@ _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
-"""Series that change only if the policy changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,10 +195,7 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each stretch of identical values.
-
-    If the number changes often, only stretches of at least four values and a tenth of all values are returned.
-    """
+    """Return the first and last index of each stretch of identical values, or of long stretches if it changes often."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)

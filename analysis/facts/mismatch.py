@@ -161,8 +161,6 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """Mean |d| at several stages of a run, in nats."""
-
     size: float
     """At the onset: the median over the preceding tenth of the run or, if larger, the largest median of three steps around
     the onset."""
@@ -203,10 +201,7 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """Return the largest running median from `first` to `last`, but at most the largest value there.
-
-    Single outliers and a jump after `last` have no effect, but a jump at `last` does.
-    """
+    """Return the largest running median; a jump at `last` has an effect, but single outliers and later jumps do not."""
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
     if not len(within) or len(around) < _WIDTH:
@@ -242,8 +237,6 @@ _FEWEST_OF_VERSION = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """Comparison of prefixes that repeat a few steps apart."""
-
     num_pairs: int
     still: float
     of_trainer: float
@@ -274,7 +267,6 @@ class EarlierWeights:
     """Engine logprobs that differ from the trainer's, looked up among the trainer's earlier logprobs of the same prefix."""
 
     num_pairs: int
-    """Number of such prefixes that were also sampled at an earlier step."""
     num_equal: int
     """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
@@ -283,7 +275,6 @@ class EarlierWeights:
     """Trainer step that matches best or, if `is_distance`, how many steps back it is. 0 if none has enough prefixes."""
     is_distance: bool
     agreement: float
-    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
     num_agreeing: int
 
     @property

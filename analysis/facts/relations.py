@@ -66,10 +66,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Correlate reward differences with response lengths, overall or, if clearly stronger, within steps.
-
-    If a bonus per token grows from step to step, it is proportional to length only within a step.
-    """
+    """Correlate reward differences with lengths, overall or (for a bonus that grows from step to step) within steps."""
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
     x, y = centred(difference, of_step), centred(length.astype(float), of_step)
@@ -114,11 +111,7 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0.
-
-    Reward differences of identical responses decide. If almost all of these differ and lengths change in the rewarded
-    direction, the correlation within groups is used as well.
-    """
+    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0."""
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
@@ -170,10 +163,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
-
-    Differences up to `least` are ignored. None if no step has 10 responses that were sampled on both sides of it.
-    """
+    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes by over `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])

@@ -78,7 +78,6 @@ class Rollouts:
     groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
-    """Advantage of the response, or the mean over its tokens if recorded per token."""
     first_advantage: np.ndarray
     length: np.ndarray
     num_masked: np.ndarray
@@ -87,7 +86,6 @@ class Rollouts:
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
-    """Id of the last response token; -1 for empty responses."""
     opening: np.ndarray
     """Hash of the prompt ids and the first OPENING response ids. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
@@ -101,6 +99,14 @@ class Rollouts:
     @property
     def counted(self) -> np.ndarray:
         return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
+
+    @property
+    def reward_size(self) -> np.ndarray:
+        return np.asarray(np.abs(centred(self.reward, self.group)))
+
+    @property
+    def advantage_size(self) -> np.ndarray:
+        return np.asarray(np.abs(self.advantage))
 
     @property
     def is_alone(self) -> bool:
@@ -177,7 +183,6 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for the M responses that both runs have, the index of the first occurrence in each run."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
@@ -222,7 +227,6 @@ class RepeatedResponses:
 
     @property
     def lies_off(self) -> bool:
-        """True if far fewer pairs have different rewards in that order."""
         return self.order != "" and self.unequal_ordered < t.UNEQUAL_SHIFTED * self.unequal
 
 
@@ -287,10 +291,7 @@ _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean rewards before and after a step if their distribution is the same on both sides, else None.
-
-    If single rewards changed nevertheless, they are in the wrong rows.
-    """
+    """Return the mean rewards before and after a step if their distribution is the same on both sides, else None."""
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:

@@ -43,7 +43,6 @@ class Series:
     name: str
     steps: Array
     values: Array
-    """[n] float64; NaN at steps without a finite value."""
     scale: str
     kind: str
     source: str = ""
@@ -85,7 +84,6 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """Build a series. Steps with infinite values are added to `not_finite`."""
     kind, scale = KINDS.get(name, (REWARD, LINEAR))  # evaluations have names of their own
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
@@ -159,14 +157,12 @@ class Outcome:
     """[n] float64, finite. Higher is better."""
     is_evaluation: bool
     floor: float = 0.0
-    """Value if no answer is correct: 0, or less if there are negative rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
     outcome: str
     onset_of: str
-    """The series in which the onset was located: `outcome`, or the reward if it is more precise."""
     kind: str
     """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not
     drop but fails to rise with its baseline."""
@@ -201,7 +197,6 @@ class Fall:
 
     @property
     def latest(self) -> int:
-        """Last step at which the cause can have acted."""
         return max(self.interval[1], self.fallen)
 
     @property

@@ -30,7 +30,6 @@ ORDER BY step, place
 class Pairs:
     a: np.ndarray
     b: np.ndarray
-    """[K] indices of the paired sequences in run A (`a`) and in run B (`b`)."""
     equal: np.ndarray
     """[K] True if prompt and response are identical, False if only the prompts are."""
 
@@ -101,10 +100,7 @@ class Prefixes:
     """[K] number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the [K] numbers of shared tokens, and the logprobs of a pass for these tokens in A and in B, [T].
-
-        The number is 0 if either run has no logprobs for all shared tokens of a pair.
-        """
+        """Return the [K] numbers of shared tokens that have logprobs in both runs, and these logprobs in A and B, [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -130,7 +126,6 @@ class SharedTokens:
     apart: dict[str, float]
     """Mean absolute difference between the runs' logprobs, in nats, for each pass that both recorded."""
     num_cut: int
-    """Number of responses of run A that are a proper prefix of the paired response of run B."""
     num_in_tool: int
     """Number of responses that diverge at a token outside the loss mask, i.e. a token that was not sampled."""
 

@@ -55,7 +55,7 @@ OWNERS: dict[str, str] = {
     "data": "prompts_changed prompts_part",
     "truncation": "endings_change responses_cut_off",
     "reference": "reference_changed returns_to_reference reference_parts gradient_grows",
-    "advantages": "advantages_inverted advantages_changed.mean advantages_changed.burst advantages_part "
+    "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
     "entropy": "entropy_climbs entropy_collapses",
     "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves "

@@ -92,9 +92,11 @@ def advantages(facts: Facts) -> Iterator[Fact]:
     usual = _known(relation(facts.rollouts.until(facts.breaks - 1), "reward", "advantage").by_group)
     if now < 0:
         yield fact("advantages_inverted", -now * max(usual, 0.2), correlation=now)
-    if now > -0.3:
-        group = "alone" if facts.rollouts.is_alone else ""
-        yield fact("advantages_do_not_follow", max(usual - now, 0.0), group, correlation=now)
+    lacking = max(usual - now, 0.0)
+    if _known(relation(since, "reward_size", "advantage_size").by_group) >= 0.9:
+        yield fact("advantages_of_other_sign", lacking, correlation=now)
+    elif now > -0.3:
+        yield fact("advantages_do_not_follow", lacking, "alone" if facts.rollouts.is_alone else "", correlation=now)
 
 
 def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
