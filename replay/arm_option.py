@@ -12,13 +12,12 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Besides engines, options are used by the commands `gradient` and `locate` and by models that return only logits."""
+"""What `ArmOption.users` may contain besides engines: the commands `gradient` and `locate`, and `factory` for models
+that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Two options that cannot be combined."""
-
     other: str
     why: str
     values: tuple[str, ...] = ()
@@ -26,7 +25,6 @@ class Clash:
     others: tuple[str, ...] = ()
     """Values of the other option that clash, compared up to the colon; empty for all."""
     engine: str | None = None
-    """Engine that has this restriction; None for all engines."""
 
     def meets(self, value: Any, other: Any) -> bool:
         words = (str(one).partition(":")[0] for one in (value, other))
@@ -43,7 +41,7 @@ class ArmOption:
     values: tuple[str, ...] = ()
     """Allowed values; empty for a number, a switch or free text. In `word:N`, N is at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that a user does not support."""
+    """Values that are not supported, by engine or command."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
@@ -55,7 +53,6 @@ class ArmOption:
 
     @property
     def takes_numbers(self) -> bool:
-        """True if a value has the form `word:N`."""
         return any(value.endswith(":N") for value in self.values)
 
     def works(self, user: str, value: Any) -> bool:
@@ -79,13 +76,11 @@ class ArmOption:
             raise InvalidOption(f"got {value}; give a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """Return the part of a generated arm name that stands for this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-").replace("/", "-"))
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
-    """Return a dataclass field of `Arm` that holds the option's definition."""
     return field(default=default, metadata={"option": ArmOption(help=help, **described)})
 
 

@@ -27,14 +27,12 @@ from .recorded import RecordedRow, RecordedRun
 
 
 class ArmPass:
-    """The pass that holds one arm's scores."""
-
     def __init__(self, run: RecordedRun, arm: Arm):
         self.run, self.arm = run, arm
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._scored_steps: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps that have scores of this pass in it."""
+        """A snapshot of the trace, and the steps for which it has scores of this pass."""
 
     @property
     def steps(self) -> list[int]:
@@ -47,11 +45,10 @@ class ArmPass:
 
     @property
     def has_other_changes(self) -> bool:
-        """True if the name is already used for an arm with other changes."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores of those rows that have scores.
+        """Return the stored scores of the given rows, omitting rows without any.
 
         With `contract`, return None unless every row has a score that was computed under this contract.
         """
@@ -67,7 +64,7 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add scores for sequences of a step, in one record: if the replay is killed, all of them are kept or none.
+        """Add scores for sequences of a step as one record, so that a killed replay leaves either all of them or none.
 
         Sequences that a concurrent replay has scored in the meantime are skipped.
         """
@@ -78,7 +75,7 @@ class ArmPass:
                 self._record(step, scored.only(unscored) if scored_now else scored, contract)
 
     def _scored_now(self, step: int) -> set[str]:
-        """Return the step's sequences that have scores, from a new snapshot if another process may have written."""
+        """Return the step's scored sequences. If another process may have added some, take a new snapshot first."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:

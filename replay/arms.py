@@ -24,7 +24,6 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch dtype of the weights, by value of --dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
 """Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
@@ -35,7 +34,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """The settings that a replay changes. Options that are None or have their default keep the recorded setting."""
+    """The settings that a replay changes. An option left at its default keeps the recorded setting."""
 
     engine: str = arm_option(
         "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
@@ -47,7 +46,7 @@ class Arm:
         values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
     )  # fmt: skip
     quantize: str | None = arm_option(
-        "Round the weights of linear layers and experts, except head and routers, with one symmetric scale per 128 "
+        "Round the weights of linear layers and experts (not the head or routers), with one symmetric scale per 128 "
         "inputs; compute in the arm's dtype.",
         values=("int8", "int4", "fp8"), users=_TORCH, label="",
     )  # fmt: skip
@@ -62,7 +61,9 @@ class Arm:
         "Attention: eager, flex, or a kernel of scaled_dot_product_attention.",
         values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
     )  # fmt: skip
-    batch_size: int | None = arm_option("Rows per forward pass, in recorded order and width.", users=_ANY, metavar="N")
+    batch_size: int | None = arm_option(
+        "Rows per forward pass, in the recorded order and padded to the recorded width.", users=_ANY, metavar="N"
+    )
     batch_tokens: int | None = arm_option(
         "Maximum tokens per forward pass, padding included; rows of similar length are grouped.",
         users=_ANY, metavar="N",
@@ -89,7 +90,7 @@ class Arm:
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
+        "Round keys and values in the KV cache to e4m3 with scale 1, as vLLM does by default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill does not read the cache"),),
     )  # fmt: skip
@@ -102,7 +103,7 @@ class Arm:
         ),
     )  # fmt: skip
     prefix_caching: str | None = arm_option(
-        "vLLM's prefix cache.", values=("on", "off"), users=(VLLM, LOCATE), refused={LOCATE: ("on",)}
+        "Turn vLLM's prefix cache on or off.", values=("on", "off"), users=(VLLM, LOCATE), refused={LOCATE: ("on",)}
     )
     attention_backend: str | None = arm_option(
         "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
@@ -131,7 +132,7 @@ class Arm:
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Force the recorded experts, weights and slots for each token; needs record --routing.",
+        "Force the recorded experts, weights and slots for each token; requires a trace recorded with --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
@@ -142,7 +143,7 @@ class Arm:
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name; the pass is replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name; the pass is replay/NAME.  [default: made from the changes]", default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -171,13 +172,12 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the changed options whose value an engine, or another user of arms, does not support."""
+        """Return the changed options whose value is not supported by `user`, such as an engine or LOCATE."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changed options and their values, without the arm's name."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
@@ -188,7 +188,7 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if suggesting `locate` makes sense: operators run and round in this process, so it can observe them."""
+        """True if `locate` can observe this arm, since its operators run and round their results in this process."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -221,7 +221,7 @@ OPTIONS = options_of(Arm)
 
 
 def names_for(user: str) -> list[str]:
-    """Return the options that an engine or another user of arms supports, as spelled on the command line."""
+    """Return the options that an engine or command supports, as spelled on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()
@@ -230,7 +230,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
-    """Parse an arm such as `dtype=fp16,attention=eager`; `name=...` names it. Raises InvalidOption.
+    """Parse an arm such as `dtype=fp16,attention=eager`; `name=...` sets its name. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'

@@ -21,7 +21,6 @@ LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Token limit of a packed forward pass, by device, unless the arm sets one. A longer row runs alone."""
 UNLABELLED = -100
-"""Label of positions whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class _PlacedRows:
 
     @property
     def width(self) -> int:
-        """W, including padding."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -66,8 +64,6 @@ class _PlacedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
-    """A forward pass over rows padded to the same width."""
-
     mask_BW: np.ndarray
     """int64 attention mask: 1 for tokens that attention sees."""
     first_B: np.ndarray
@@ -96,7 +92,7 @@ class PackedBatch(_PlacedRows):
     positions_W: np.ndarray
     """int64: each token's position in its own row."""
     spans: tuple[Span, ...]
-    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or the padding at the end."""
+    """Ranges of tokens that attend to each other and to a prefix: rows, branches of the tree, or padding at the end."""
 
     @property
     def labels_W(self) -> np.ndarray:
@@ -117,7 +113,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns at which forward passes through a KV cache begin and end: the prompt, then response chunks.
+    """Return the columns at which forward passes through a KV cache begin and end: first the prompt, then chunks.
 
     Without `cached_tokens`, or with packed rows, there is a single pass.
     """
@@ -130,8 +126,6 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """An arm's scores for rows of one step."""
-
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     """Logprobs [T] of each row's response tokens, nats."""
@@ -143,7 +137,6 @@ class Scored:
     """Indices of `rows` among all rows of `batches`; None if `rows` are all of them."""
 
     def only(self, names: Container[str]) -> Scored:
-        """Keep only the sequences in `names`."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -195,7 +188,6 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Group rows by the forward pass in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 

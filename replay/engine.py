@@ -40,9 +40,9 @@ class _PendingArm:
     target: ArmPass
     steps: list[int]
     scored_before: dict[int, set[str] | None]
-    """Sequences already scored in this arm, by step; None if every one is."""
+    """Sequences already scored in this arm, by step; None if all of them are."""
     is_replaced: bool = False
-    """True if the arm's existing pass is removed first."""
+    """True if the arm's existing pass is to be removed first."""
 
     def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
         scored_before = self.scored_before.get(step, set())
@@ -67,33 +67,33 @@ def replay(
 ) -> ReplayedSteps:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
-    `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
-    The unchanged recording is always replayed first, as `replay/as-recorded`: only if this reproduces the recorded bits
-    can the differences in other arms be trusted. Steps that an arm already has are skipped. Without `force`, an arm
-    that already has all steps is refused, and so is a name that is in use for other changes. Only one model is in
-    memory at a time, and arms share it where possible.
+    `changes` are fields of `Arm` and define one arm. `arm` adds more arms, written as text: `dtype=fp16,batch-size=1`.
+    The unchanged recording is always replayed first, as `replay/as-recorded`. Differences in other arms can be trusted
+    only if this reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm
+    that has already scored all steps is refused, and so is a name that is in use for different changes. Only one model
+    is in memory at a time, and arms share it where possible.
 
-    `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
-    groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
-    the recorded batches run whole forward passes, because other neighbours would change the bits. Arms with their own
-    batch shape run only the sample.
+    `sample` limits the replay to a random sample: a fraction of the sequences if below 1, otherwise about this many.
+    The sample consists of whole prompt groups, spread over the steps. A trace always gives the same sample, and a
+    larger one includes every smaller one. Arms that keep the recorded batches still run whole forward passes, because
+    the bits of a sequence depend on the rest of its batch. Arms with their own batch shape run only the sample.
 
-    `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
-    folder with the run's checkpoints, for a trace without weights.
+    `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
+    `weights_from` is the folder with the run's checkpoints, for a trace without weights.
 
     A trace cannot make a replay run code: the replay is refused unless the model is one of transformers' own classes
     and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
-    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
-    replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` says
-    why the replayed bits differ from the recorded ones.
+    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, they are
+    replaced by torch's own, with a warning. If the recording cannot be replayed at all, the other arms still run. In
+    the results, `not_held` is the reason why the replayed bits differ from the recorded ones.
 
     `dry_run` writes nothing. It scores the first rows in each arm in this process, and returns a `plan` with the
     remaining work and time of each arm.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
     connects to a running one, whose nodes must see the trace at the same path. The bits are the same as in a single
-    process. If a node dies, another one scores its step. `gpus_per_arm` is the number of GPUs per actor, or a fraction
-    of one; the default is 1 if this machine has a GPU, else 0.
+    process. If a node dies, another one takes over its step. `gpus_per_arm` is the number of GPUs per actor, or a
+    fraction of one; the default is 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
@@ -111,7 +111,7 @@ def replay(
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results
-    with connected(ray):  # fails before anything is removed if the cluster does not answer
+    with connected(ray):  # fails before any pass is removed if the cluster does not answer
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()
@@ -146,7 +146,7 @@ def _pending_arms(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of a dry run.
+    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of the dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -169,7 +169,8 @@ def _pending_arms(
             scored_before = dict.fromkeys(target.steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
-                f"{target.name} already exists with other changes; choose another name ({option('name', 'NAME')}), or replace it with {option('force')}"
+                f"{target.name} already exists with different changes; choose another name ({option('name', 'NAME')}), "
+                f"or replace it with {option('force')}"
             )
         left = [
             step for step in steps
@@ -250,14 +251,14 @@ class _Unit:
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """For each arm, `_PendingArm.scored_before` of this step."""
+    """For each arm, the part of `_PendingArm.scored_before` for this step."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
 class _UnitScorer:
-    """Worker of a replay, in this process or in a Ray actor, which opens the trace when its first unit arrives."""
+    """Scores units, in this process or in a Ray actor. An actor opens the trace when its first unit arrives."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
@@ -273,7 +274,7 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results, and the number of tokens if run in an actor, else 0.
+        """Score a unit and write its scores. Return the results and, in an actor, the number of tokens (otherwise 0).
 
         `identity_held` and `not_held` are set only in results of the identity arm. Raises CannotReplay if a token is
         outside the vocabulary, or if the contract differs from the first step's.
@@ -301,7 +302,7 @@ class _UnitScorer:
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # from torch, or CannotReplay, which is a RuntimeError
-                if name != AS_RECORDED or len(self._arms) == 1:  # other arms still run if the recording cannot
+                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even if the recording cannot
                     raise
                 results.append(
                     ReplayedStep(
@@ -357,7 +358,7 @@ def _results(
 def _scored(
     entry: _PendingArm, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step, or for its sampled rows. Scores that were missing are added to the trace.
+    """Return an arm's scores for a step, or for its sampled rows. Missing scores are computed and added to the trace.
 
     The identity arm's stored scores are reused only if they were computed under the current contract.
     """

@@ -1,4 +1,4 @@
-"""Score an arm on a rebuilt transformers model, with the trainer's own code or ours."""
+"""Score an arm on a rebuilt transformers model, with the trainer's own scoring code or with ours."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ LoadKey = tuple[Any, ...]
 
 
 class HfScorer:
-    """Scores an arm on a rebuilt transformers model."""
-
     keeps_recorded_rows = True
     """True if the identity arm must fail rather than run fewer rows per forward pass than recorded."""
     pass_of_rows = "per forward pass"
@@ -72,7 +70,7 @@ class HfScorer:
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Limit on rows per forward pass since memory ran out; None until then."""
+        """Maximum number of rows per forward pass after memory ran out; None until then."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         """Context manager to enter for each forward pass, given the batch."""
         self.calls_whole_model = False
@@ -111,7 +109,6 @@ class HfScorer:
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        """Build the model without weights. Raises CannotReplay."""
         with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU starts CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
@@ -153,7 +150,8 @@ class HfScorer:
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Return the scorer for a loaded model. Arms with the same key reuse one scorer per model."""
         self._model = model
-        # A compiled backbone keeps the hooks of its first forward pass; the exact engine has its own routers.
+        # Routers cannot be observed in a compiled backbone, which keeps the hooks of its first forward pass, or in the
+        # exact engine, which has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
@@ -191,7 +189,7 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: if batches are kept, all rows of the same forward passes."""
+        """Return the rows that must run to score `rows`: whole forward passes if the arm keeps recorded batches."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -270,7 +268,7 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding. The default is left, but right without a KV cache if right padding was recorded or if the
+        """The arm's padding. With a KV cache, the default is left. Otherwise it is the recorded side, or right if the
         arm limits the tokens per forward pass, since right padding needs fewer columns."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)

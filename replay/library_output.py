@@ -29,7 +29,7 @@ def library_output_held_back() -> Iterator[TextIO]:
             kept.seek(0)
             lines = kept.read().decode(errors="backslashreplace").splitlines()[-_MOST_LINES:]
             if lines and (not isinstance(error, TimTraceError) or error.__cause__ is not None):
-                print("tim-trace: output of libraries before the error:", *lines, sep="\n  ", file=sys.stderr)
+                print("tim-trace: library output before the error:", *lines, sep="\n  ", file=sys.stderr)
             raise
 
 

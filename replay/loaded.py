@@ -1,5 +1,3 @@
-"""The model in memory, with its current weights and attached scorers."""
-
 from __future__ import annotations
 
 from time import perf_counter
@@ -21,17 +19,15 @@ from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""Builds an arm's model, loads weights into it, attaches to it, and scores rows."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
-    """Raise CannotReplay if this machine cannot run the arm."""
     kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
     return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
-    """A model shared by arms with the same load key. It is rebuilt when a scorer needs another one."""
+    """A model shared by arms with the same load key. It is rebuilt when a scorer needs a different one."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -57,7 +53,6 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Load the model and weights that a scorer needs, unless they are already loaded."""
         if self._key != (key := scorer.key):
             self.close()
             self._model, self._key = scorer.build(), key
@@ -71,7 +66,6 @@ class LoadedModel:
             self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
-        """Release the model to make room for the next one."""
         for scorer in self._attached:
             scorer.detach()
         if hasattr(self._model, "close"):
@@ -85,7 +79,7 @@ def device_here() -> str:
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the GPUs per actor, possibly a fraction. Raises InvalidOption."""
+    """Return the number of GPUs per actor, which may be a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

@@ -20,11 +20,10 @@ from .settings import autocast_dtype
 class Numerics:
     arm: Arm
     recorded: Contract
-    """Contract of the replayed pass."""
 
     @property
     def dtype(self) -> str:
-        """torch's name of the model dtype: the arm's, or that of the parameters in the recorded forward pass."""
+        """torch's name for the model's dtype: the arm's, or that of the parameters in the recorded forward pass."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -32,7 +31,7 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name of the dtype that all weights are rounded to; None if each keeps its own."""
+        """torch's name for the dtype to which all weights are rounded; None if each keeps its own."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
@@ -42,7 +41,7 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if it did not or the arm sets one."""
+        """torch dtype to which FSDP cast buffers (rotary frequencies); None if it cast none or the arm sets one."""
         return self._cast("buffers_dtype")
 
     @property
@@ -84,7 +83,7 @@ class Numerics:
 
     @property
     def attention(self) -> str:
-        """transformers' name of the attention implementation; `exact` for the exact engine."""
+        """transformers' name for the attention implementation; `exact` for the exact engine."""
         if self._is_exact:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
@@ -95,7 +94,7 @@ class Numerics:
 
     @property
     def experts(self) -> str | None:
-        """transformers' name of the experts implementation. Only `eager` computes in float64."""
+        """transformers' name for the experts implementation. Only `eager` computes in float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 
@@ -133,5 +132,5 @@ class Numerics:
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype of the head's projection; None for that of the hidden states."""
+        """torch dtype of the head's projection; None to use the dtype of the hidden states."""
         return torch.float32 if self.head_in_fp32 else self.autocast

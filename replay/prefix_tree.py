@@ -1,4 +1,4 @@
-"""Pack rows into a prefix tree, as TRL does: tokens that rows share run through the model only once.
+"""Pack rows into a prefix tree, as TRL does: tokens shared by several rows run through the model only once.
 
 Shapes: B rows in a forward pass, W tokens in it.
 """
@@ -14,7 +14,7 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the next one in its row; None after the last."""
+"""A token and the next token in its row, or None if it is the last."""
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:

@@ -33,7 +33,6 @@ from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
-"""Columns of the scores table that are not needed to rebuild a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +56,9 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """How often this pass had already scored the sequence in this step."""
+    """Number of times that this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Where `policy_version` comes from if it was not recorded with the scores; else empty."""
+    """Where `policy_version` comes from if it was not recorded with the scores; otherwise empty."""
     composition_known: bool = True
     """True if the trace shows which rows shared a forward pass. Otherwise each row runs alone."""
     routing: str | None = None
@@ -69,12 +68,12 @@ class RecordedRow:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus response."""
+        """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 class RecordedRun:
-    """A local trace, open for replay."""
+    """A local trace, opened for replay."""
 
     def __init__(
         self, trace: str | os.PathLike[str], *, model_factory: str | None = None,
@@ -82,9 +81,9 @@ class RecordedRun:
     ):  # fmt: skip
         """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is a
-        folder of checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be
-        fetched from the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
+        `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
+        `weights_from` is a folder of checkpoints, for a trace without weights. `allow_kernel` lists recorded attention
+        kernels that may be fetched from the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
@@ -117,7 +116,7 @@ class RecordedRun:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """Keyword arguments with which another process can open the same trace."""
+        """Keyword arguments for opening the same trace in another process."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -153,13 +152,13 @@ class RecordedRun:
 
     @cached_property
     def longest(self) -> int:
-        """Prompt and response tokens of the longest sequence."""
+        """Number of tokens in the longest sequence, prompt included."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """For each step, return the sequences with scores in a pass, sealed or not."""
+        """For each step, return the sequences that have scores in a pass, including scores that are not sealed yet."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -176,7 +175,6 @@ class RecordedRun:
         return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
-        """Return the contract with this hash. Raises CannotReplay."""
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
@@ -272,7 +270,7 @@ class RecordedRun:
         assumed = ""
         if given["policy_version"] is None and given["seq_id"] in tokens:
             given["policy_version"] = tokens[given["seq_id"]][2]
-            assumed = "" if pass_name == ROLLOUT else "the version that sampled"
+            assumed = "" if pass_name == ROLLOUT else "the version that sampled the sequence"
         if given["policy_version"] is None and len(versions := self.weights.versions) == 1:
             given["policy_version"], assumed = versions[0], "the only version with weights"
         known = all(given[name] is not None for name in _COMPOSITION)
@@ -299,7 +297,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return columns of the rows that meet a condition, for steps trained again from the newest attempt only."""
+        """Return columns of the rows that meet a condition. Older attempts at a step are left out."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

@@ -14,17 +14,15 @@ from .sample import Sample
 
 @dataclass(slots=True, kw_only=True)
 class ArmPlan:
-    """Remaining work of one arm."""
-
     arm: str
     num_steps: int = 0
-    """Steps in which some sequences have no score yet."""
+    """Number of steps in which some sequences have no score yet."""
     num_sequences: int = 0
-    """Sequences without a score."""
+    """Number of sequences without a score."""
     num_tokens: int = 0
-    """Tokens to run through the model, including rows that are already scored but share a forward pass with others."""
+    """Number of tokens to run through the model. Includes scored rows that share a forward pass with unscored ones."""
     num_versions: int = 0
-    """How many times weights are loaded: once per change of policy version."""
+    """Number of times that weights are loaded, once per change of policy version."""
     tokens_per_s: float | None = None
     """Speed measured on the first rows; None until measured."""
     load_s: float | None = None
@@ -41,13 +39,11 @@ class ArmPlan:
 
 
 class ReplayPlan(list[ArmPlan], Table):
-    """Remaining work of each arm."""
-
     _text = "tim_trace.analysis.replay_text:plan_text"
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time of all arms; None until the speed is known."""
+        """Estimated total time of all arms; None until the speed is known."""
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
@@ -58,31 +54,32 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step in one arm, compared with the replayed pass (`train` if recorded): d = replay - train, nats.
+    """The scores of one step in one arm, compared with those of the pass that was replayed (`train` if recorded).
 
-    If the identity arm was refused, there are no tokens and d is NaN.
+    d is the replayed logprob minus the recorded one, in nats. If the recording cannot be replayed here, the identity
+    arm has no tokens, and its d is NaN.
     """
 
     arm: str
     step: int
     num_tokens: int
     num_equal: int
-    """Tokens whose logprob matches the recorded one bit for bit."""
+    """Number of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
     """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
-    code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
+    code in `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
     `unexplained`. None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, the contract fields that differ, or the reason for a refusal; empty if all bits match."""
+    """For the identity arm, the contract fields that differ, or why it cannot run here; empty if all bits match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedArm:
-    """One arm over all replayed steps; d = replay - train, nats."""
+    """The scores of one arm over all replayed steps; d is the replayed logprob minus the recorded one, in nats."""
 
     arm: str
     num_steps: int

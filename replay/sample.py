@@ -20,9 +20,9 @@ from .recorded import RecordedRow, RecordedRun
 SEED = 20_260_000
 """Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Number of steps read at a time when a sample is drawn or a replay is planned."""
+"""Number of steps read at a time when drawing a sample or planning a replay."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1. Its multiples modulo 1, the offsets of the steps, are evenly spread for any choice of steps."""
+"""Golden ratio minus 1. Offsets of steps are its multiples modulo 1, which are evenly spread for any set of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Extent:
     group: str
     """Prompt group; a sequence without a group_id is its own group."""
     num_tokens: int
-    """Prompt plus response."""
+    """Prompt and response tokens."""
     version: int
     """Policy version; -1 if not recorded."""
     forward: tuple[str, int | None]
@@ -74,15 +74,14 @@ class Sample:
     steps: dict[int, dict[str, str]]
     """Drawn sequences by step, each with its group. Steps without a drawn group are absent."""
     num_groups: int
-    """Groups in all requested steps."""
+    """Number of groups in all requested steps."""
     num_sequences: int
-    """Sequences in all requested steps."""
+    """Number of sequences in all requested steps."""
     num_steps: int
-    """Requested steps."""
+    """Number of requested steps."""
 
     @property
     def num_drawn(self) -> int:
-        """Number of drawn groups."""
         return sum(len(set(step.values())) for step in self.steps.values())
 
     @property

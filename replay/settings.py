@@ -18,13 +18,13 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value that torch requires for deterministic cuBLAS algorithms; no effect on a CPU."""
+"""Value that torch requires for deterministic cuBLAS algorithms. It has no effect on a CPU."""
 _cuda_began: list[str | None] = []
-"""Empty until CUDA starts in this process; then one element, the value of CUBLAS_WORKSPACE_CONFIG at that time."""
+"""One element, the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty until CUDA starts."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return the setters of recorded settings by name, in the order in which they must be applied."""
+    """Return a setter for each recorded setting, by name, in the order in which they must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {
@@ -53,7 +53,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass; None without autocast, or with float32, which has no effect."""
+    """Return the autocast dtype of a recorded pass; None if it was off, or to float32, which has no effect."""
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
@@ -64,9 +64,9 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Within the block, set CUBLAS_WORKSPACE_CONFIG to its recorded value, which CUDA reads when it starts.
+    """Within the block, set CUBLAS_WORKSPACE_CONFIG to its recorded value. CUDA reads it once, when it starts.
 
-    If no value was recorded, deterministic algorithms get the one that torch requires.
+    If no value was recorded and the algorithms must be deterministic, use the value that torch requires for them.
     """
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
@@ -77,8 +77,8 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
         if wanted != _cuda_began[0]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
-                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, but CUDA started {began} in this process; "
-                "if the last bits matter, replay this arm in its own process",
+                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} for this arm, but CUDA started {began} in this "
+                "process; if the last bits matter, replay this arm in a separate process",
                 TimTraceWarning,
                 stacklevel=3,
             )
@@ -116,7 +116,6 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
 
 def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """Return the torch settings that take effect in an arm."""
     with settings(recorded, arm):
         found = torch_settings()
     return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
@@ -127,6 +126,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA has fewer libraries. The arm's contract records the one in use.
+        # A torch build without CUDA lacks some of these libraries. The arm's contract records the one in use.
         with suppress(RuntimeError):
             change(value)

@@ -1,5 +1,3 @@
-"""Score an arm with vLLM."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -49,19 +47,18 @@ class VllmScorer:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the engine's dtype: the arm's, else the recorded engine's, else the trainer's."""
+        """torch's name for the engine's dtype: the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
 
     @property
     def decodes(self) -> bool:
-        """True if tokens are decoded one by one."""
         return self.arm.mode == "decode"
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # A default that the engine resolved matters too: kernels compiled for another value give other bits.
+        # Keep the value even if the engine chose it itself, since compiled kernels give different bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
@@ -81,7 +78,7 @@ class VllmScorer:
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
-            # vLLM rejects more sequences than tokens.
+            # vLLM rejects a max_num_seqs that is larger than max_num_batched_tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,
@@ -110,14 +107,14 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """vLLM needs no other rows."""
+        """Return `rows` alone: vLLM forms its own batches, so it needs no others."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
         return rows[:_PROBE_ROWS]
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Apply the temperature here, because vLLM's logprobs do not include it."""
+        """Score rows at the arm's temperature, which vLLM's own logprobs do not include."""
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
         advance(sum(row.num_tokens for row in rows))

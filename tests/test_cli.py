@@ -461,7 +461,7 @@ def test_nan_outside_of_the_mask_is_told_of_beside_a_framework_s_numbers(tmp_pat
         recorder.add_scores("train", added, logprobs=[[-1.5, -1.0]])
     done = tim_trace("stats", tmp_path / "run", "--like", "slime", "--json")
     assert done.json()[0]["train_rollout_logprob_abs_diff"] == 0.5
-    assert "1 logprobs at 1 steps are NaN or infinite on tokens that do not count: slime multiplies" in done.stderr
+    assert "1 logprobs at 1 steps are NaN or infinite on masked tokens: slime multiplies" in done.stderr
 
 
 def test_sql_knows_the_frameworks_macros(trace):

@@ -1,7 +1,7 @@
 """Build Arrow arrays directly from buffers.
 
-`pa.array` and `pa.scalar` import pandas to inspect their input. In the middle of training, that takes 0.3 to 1 s with
-the GIL held. These functions avoid it and take a few microseconds per array.
+`pa.array` and `pa.scalar` import pandas to inspect their input. In the middle of training, this import takes 0.3 to 1 s
+with the GIL held. These functions avoid the import and take a few microseconds per array.
 
 Shapes: B values.
 """
@@ -19,7 +19,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Build an array of numbers, booleans or timestamps, NULL where not valid; zero-copy if the dtype matches."""
+    """Build an array of numbers, booleans or timestamps, with NULL where `valid_B` is False.
+
+    The array shares memory with `values_B` if the dtype matches.
+    """
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:
@@ -29,21 +32,19 @@ def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | 
 
 
 def text_array(texts: Sequence[str | None]) -> pa.Array:
-    """Build a string array; None becomes NULL."""
     known = ["" if text is None else text for text in texts]
     joined = "".join(known)
     lengths = [len(text) for text in known] if joined.isascii() else [len(text.encode()) for text in known]
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # Arrow raises its own error here
+        return pa.array(texts, pa.string())  # Arrow raises its own error for such lengths
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)
 
 
 def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
-    """Build an array from Python values of one type; None becomes NULL."""
     if pa.types.is_string(type):
         return text_array(values)
     if pa.types.is_timestamp(type):
@@ -55,7 +56,7 @@ def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
 
 def float_values(array: pa.Array) -> np.ndarray:
-    """Return the values of a float64 array built by this module, NaN for NULL."""
+    """Return the values of a float64 array that this module built, with NaN for NULL."""
     bitmap, values = array.buffers()
     found = np.frombuffer(values, np.float64, len(array))
     if bitmap is None:

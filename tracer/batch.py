@@ -20,7 +20,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """The sequences of one `add_sequences` call, to pass to `add_scores`; rows keep the order of that call."""
+    """The sequences of one `add_sequences` call, in the same order; pass it to `add_scores`."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
@@ -33,11 +33,9 @@ class Batch:
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self.folder = folder
-        """Folder of the trace that holds the sequences; None if unknown."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] responses if they came without a mask, else None."""
+        """Width T of [B, T] responses that were given without a mask, else None."""
         self.refusal: str | None = None
-        """Why the sequences were rejected; None if they were not."""
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
         self._prompt_lengths: np.ndarray | None = None
@@ -48,15 +46,12 @@ class Batch:
 
     @property
     def is_resolved(self) -> bool:
-        """True once the response lengths are on the host."""
         return self._lengths is not None
 
     def resolve(self, lengths: np.ndarray, padding: Padding | None, prompt_lengths: np.ndarray | None = None) -> None:
-        """Store the lengths [B] and the padding, once they are on the host."""
         self._lengths, self._padding, self._prompt_lengths = lengths, padding, prompt_lengths
 
     def check(self, folder: Path) -> None:
-        """Raise InvalidRecord if the batch was rejected or belongs to another trace."""
         if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
                 f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes to {folder}; "
@@ -69,13 +64,12 @@ class Batch:
             )
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the response lengths of some rows. Raises InvalidRecord if the batch was rejected."""
         if self._lengths is None:
             raise InvalidRecord(f"step {self.step}: this batch was rejected ({self.refusal or 'not recorded'})")
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the prompt plus response lengths of some rows; None without prompts."""
+        """Return each row's prompt plus response length; None if the batch has no prompts."""
         return None if self._prompt_lengths is None else self._prompt_lengths[rows] + self.lengths(rows)
 
     def padding(self, rows: np.ndarray) -> Padding | None:
@@ -91,9 +85,7 @@ class Batch:
             raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; give a list of row numbers{hint}")
         numbers = numbers.astype(np.int64)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
-            raise InvalidRecord(
-                f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 and below {len(self)}"
-            )
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 to {len(self) - 1}")
         if len(np.unique(numbers)) != len(numbers):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
         return numbers
@@ -110,7 +102,10 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Return how often each row was scored before, and count this time. Only `current` may score a row again."""
+        """Return how often the pass has scored each row so far, and count one more.
+
+        Raises InvalidRecord if a pass other than `current` scores a row again.
+        """
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -123,24 +118,20 @@ class Batch:
         return iteration
 
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
-        """Undo the last `next_iteration` of rows whose scores were rejected."""
         self._rounds[pass_name][rows] -= 1
 
 
 @dataclass(slots=True, kw_only=True)
 class SequenceNames:
-    """Sequence names of one split, by step."""
-
     step: int | None = None
     """Newest step; None before the first sequence."""
     known: dict[int, set[str]] = field(default_factory=dict)
     count: int = 0
-    """Number of sequences recorded so far."""
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Register names at a step and return all names of that step. With `ordered`, earlier steps are forgotten.
+        """Register the names of new sequences at a step, and return all names of that step.
 
-        Raises InvalidRecord for a name that is already used at this step.
+        With `ordered`, the names of earlier steps are dropped. Raises InvalidRecord if a name is already in use.
         """
         by_step = {} if ordered and step != self.step else self.known
         known = by_step.get(step, set())
@@ -155,21 +146,21 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding; a model writes only one end token."""
+"""Minimum number of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
 MIN_LONGEST_RUN = 4
-"""Length that a batch's longest run must reach for a warning; shorter ones occur by chance."""
+"""Minimum length of a batch's longest run for a warning; shorter runs occur by chance."""
 MIN_SHARE = 0.25
-"""Share of rows that must start or end with repeats of one token for a warning."""
+"""Minimum share of rows that must start or end with repeats of the same token for a warning."""
 
 Warn = Callable[[str, str], None]
-"""Takes a warning's key and text; each key is warned about only once."""
+"""Called with a key and the text of a warning; each key is warned about only once."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding of `response` or `prompt` ids, None for lists. Warn if ids without a mask look padded.
+    """Return the padding of response or prompt ids; None for lists. Warns if ids without a mask look padded.
 
-    `warn` is None for framework data, which always has masks and may have empty rows. Raises InvalidRecord for a mask
-    without a padded batch, or without a single token.
+    `side` is `response` or `prompt`. `warn` is None for data from a framework, which always comes with masks and may
+    have empty rows. Raises InvalidRecord if there is a mask but no padded batch, or if the mask selects no token.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -199,8 +190,8 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     """Return a warning if a [B, T] batch seems to contain padding, else None.
 
-    Padding is suspected if enough rows, but not all, start or end with repeats of one token. A model may repeat itself
-    too, so this is a warning, not an error.
+    Padding is suspected if enough rows, but not all, start or end with repeats of the same token. A model may also
+    repeat itself, so this is a warning, not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":

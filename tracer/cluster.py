@@ -24,38 +24,35 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster that this machine belongs to."""
 LOCAL = "local"
 """Address of a temporary cluster on this machine, stopped when the work is done."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store; small, since units and results are small."""
+"""Size of a local cluster's object store. It can be small, because units and results are small."""
 CONNECT_S = 10.0
 TRIES = 3
-"""The work fails once this many actors have died on the same unit, or before they were ready."""
+"""The work fails once this many actors have died while running the same unit, or before they were ready."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether any node has room for an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6
-"""The work fails after this many consecutive checks that find no room; autoscaling takes time."""
+"""The work fails after this many consecutive checks that find no room for an actor; autoscaling takes time."""
 
 HELD_UP = 3
-"""Consecutive checks without a running actor before a warning about missing resources."""
+"""Number of consecutive checks without a running actor before a warning about missing resources."""
 
 
 class Worker(Protocol):
-    """Runs units in an actor; pickled and sent there before the first unit."""
+    """Runs units of work. It is pickled and sent to each actor before the first unit."""
 
     def run(self, unit: Any) -> Any:
-        """Run one unit. If this worker dies, another one runs the unit again."""
+        """Run one unit. If this worker dies, another worker runs the unit again."""
 
     def close(self) -> None:
         """Finish pending writes."""
 
 
 class _Actor:
-    """Holds a worker, and returns its errors as values."""
-
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
@@ -100,14 +97,15 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 def run_units(
     address: str | None, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
-    """Yield each unit's number and result, in the order in which units finish.
+    """Yield each unit's number and result, in the order in which the units finish.
 
-    `address` is LOCAL, `auto` or `host:port`; with None, the worker runs every unit in this process. A cluster runs as
-    many actors as fit, each with a copy of `worker`, and they share the units; `num_cpus` per actor is capped at the
-    largest node. If an actor or its node dies, another actor runs the unit again. A worker's errors are raised here.
+    `address` is `local`, `auto` or `host:port`; if it is None, the worker runs every unit in this process. On a
+    cluster, as many actors as fit share the units, each with its own copy of `worker`. Each actor gets `num_cpus` CPUs,
+    or as many as the largest node has. If an actor or its node dies, another actor runs the unit again. A worker's
+    errors are raised here.
 
-    Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or TRIES actors die
-    on a unit.
+    Raises NotInstalled without Ray, InvalidOption if no cluster answers, and ClusterFailed if no node has room for an
+    actor or TRIES actors die on the same unit.
     """
     if address is None:
         with closing(worker):
@@ -135,7 +133,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the block, unless `address` is None or Ray is already connected.
+    """Connect to Ray for the duration of the block, unless `address` is None or Ray is already connected.
 
     Raises NotInstalled and InvalidOption.
     """
@@ -211,7 +209,7 @@ class _Pool:
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
-        """Unit and actor by Ray reference; the unit is None until the actor is ready."""
+        """Unit number and actor, by Ray reference. The number is None until the actor is ready."""
         for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
@@ -296,7 +294,7 @@ class _Pool:
             )(_Actor)
             actor = kind.remote()
         self._actors.append(actor)
-        # Ray resolves a bare reference before the call; one in a list reaches the actor as it is.
+        # Ray replaces a bare reference with its value before the call, but passes on a reference inside a list.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:

@@ -1,9 +1,9 @@
 """Create or replace a trace's folder. A folder is replaced only if it holds a trace and nothing else.
 
 If the process dies, one of the two traces survives. The old trace is moved to `.tmp-replacing-*`, manifest first, and
-that folder is renamed `.tmp-replaced-*` once complete. The new trace's manifest is written last. A folder without a
-manifest therefore holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with
-the complete old one in `.tmp-replaced-*`. `put_back` restores the old trace in both cases.
+that folder is renamed to `.tmp-replaced-*` once it is complete. The new trace's manifest is written last. A folder
+without a manifest therefore holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new
+trace, with the complete old trace in `.tmp-replaced-*`. In both cases, `put_back` restores the old trace.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MAX_LISTED = 3
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
     """Create the folder of a new trace and yield its absolute path; restore the old content if the block raises.
 
-    With `force`, an existing trace is moved aside, and removed once the block succeeds. During the block, no other
-    process can create a trace here; the next one that tries sees the writers opened in the block.
+    With `force`, an existing trace is moved aside, and removed once the block succeeds. Other processes cannot create a
+    trace here during the block; if they try afterwards, they find the writers that the block opened.
 
     Raises TraceExists if the folder is not a trace, contains other files or is being recorded, or if it is a trace and
-    `force` is off.
+    `force` is not set.
     """
     with claimed(path) as folder:
         with _explained(path):
@@ -55,7 +55,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # without file locks, another process can get there first
+            if not is_first:  # without file locks, another process can create it first
                 raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
@@ -69,10 +69,10 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Like `new_trace`, for a trace written in one go: yield a temporary folder, and move it into place at the end.
+    """Like `new_trace`, but for a trace written in one go: yield a temporary folder, and move it into place at the end.
 
-    Until then the old content stays untouched, even if this process dies. Raises the errors of `new_trace`, at the
-    start or at the end.
+    Until then, the old content stays untouched, even if this process dies. Raises the same errors as `new_trace`,
+    either at the start or at the end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -90,11 +90,13 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 @contextmanager
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder for an addition to a finished trace; its files are moved into the trace at the end.
+    """Yield a temporary folder for additions to a finished trace; its files are moved into the trace at the end.
 
-    An addition takes effect once its writers' states are in place. They are moved last, so a crash leaves all of the
-    addition in the trace or none of it. If the process dies while moving files, the next process that writes here moves
-    the rest. Raises TraceExists if the trace is being written, and StorageError.
+    Additions take effect once their writers' states are in place. The states are moved last, so after a crash the trace
+    contains either all of the additions or none. If the process dies while moving files, the next process that writes
+    to the trace moves the rest.
+
+    Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -155,7 +157,10 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, which the first caller creates. Raises TraceExists if it holds anything but a trace."""
+    """Return a trace's folder; the first process to call this creates the trace.
+
+    Raises TraceExists if the folder contains anything but a trace.
+    """
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +209,6 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
-    """Raise TraceExists if another process is writing here; remove what killed processes left behind."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
             f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
@@ -224,7 +228,6 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Make a local path absolute. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
@@ -247,12 +250,10 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """List a folder, without traces that are being replaced or written."""
     return [entry for entry in folder.iterdir() if not entry.name.startswith(WHOLE_TRACES)]
 
 
 def names(folder: Path) -> Iterator[str]:
-    """Yield relative paths of files and links below a folder, without traces that are being replaced or written."""
     for base, folders, files in os.walk(folder):
         if Path(base) == folder:
             folders[:] = [name for name in folders if not name.startswith(WHOLE_TRACES)]
@@ -275,7 +276,6 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def move_all(source: Path, target: Path) -> None:
-    """Move a folder's entries, manifest last, and remove the folder."""
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name == MANIFEST):
         entry.rename(target / entry.name)
     source.rmdir()
@@ -299,18 +299,19 @@ def put_back(folder: Path) -> None:
 
 
 def _subfolders(folder: Path, prefix: str) -> list[Path]:
-    """Links are skipped, since their targets may not belong to the trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace, sparing files that do not belong to a trace."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, writers' states last. Without a manifest, the addition is already being moved."""
+    """Move an addition into a trace, writers' states last.
+
+    The addition's manifest is removed first, as a sign to `remove_unfinished` that it must complete the move.
+    """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
@@ -322,7 +323,7 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove traces that killed processes left behind, and complete moves that they had started."""
+    """Remove traces that killed processes left unfinished, and complete any move that they had begun."""
     for building in _subfolders(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
@@ -340,7 +341,6 @@ def tokenizer_files(store: Store) -> set[str]:
 
 
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
-    """Remove the files that belong to a trace, and the folders left empty."""
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
             with contextlib.suppress(OSError):

@@ -34,11 +34,10 @@ CHUNKS_A_SHARD = 64
 class TopK:
     """The K most probable tokens at each position, in descending order, and the total probability of the rest.
 
-    A tail of -inf means that the K tokens hold all the probability.
+    A tail of -inf means that the K tokens have all of the probability.
     """
 
     token_ids: Any
-    """[N, K] int32 token ids."""
     logprobs: Any
     """[N, K] float32, nats."""
     tail_logprob: Any
@@ -51,9 +50,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, up to a constant per row: logits, or logprobs if the engine returns none.
+    """The full distribution at each position, up to a constant per row.
 
-    Logits are before temperature and truncation; logprobs include the engine's own processing.
+    Logits are taken before temperature and truncation are applied. An engine that returns no logits gives logprobs,
+    which include its own processing.
     """
 
     logits: Any
@@ -68,7 +68,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """The last hidden state at each position, after the final norm: the input of the head.
+    """The last hidden state at each position, after the final norm: the input of the output head.
 
     The `head` entry in the pass's contract says how to compute logits from it, using the weights of the score's policy
     version.
@@ -86,7 +86,6 @@ Distribution = TopK | Logits | Hidden
 
 
 def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless each captured array has one row per token."""
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
     if wrong:
         raise InvalidRecord(
@@ -112,7 +111,7 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 
     from .dense_store import write_files
 
-    # Zarr writes to memory, since Python waits at exit for Zarr's threads, even if one is stuck in the file system.
+    # Let Zarr write to memory: Python waits at exit for Zarr's threads, even if one is stuck in the file system.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}
@@ -143,7 +142,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
         attributes={"dtype": dtype},
         config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )
-    # Collect rows into whole shards first: a shard is one file, written once.
+    # Collect whole shards first, because each shard is a file that is written once.
     pending: list[np.ndarray] = []
     written = waiting = 0
     for block in sorted(blocks, key=lambda block: block.start):
@@ -160,9 +159,9 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
     """Read the distributions of one row of scores as [rows, ...] arrays by name, with bfloat16 widened to float32.
 
-    `group` and `start` are the row's columns `dense` and `dense_start`; `rows` is its number of response tokens. The
-    arrays are `token_ids`, `logprobs` and `tail_logprob` for a top-K capture; `logits` (or `logprobs` [rows, V] from an
-    engine that returns no logits); or `hidden`. Raises DamagedTrace if they are missing.
+    `group` and `start` come from the row's columns `dense` and `dense_start`; `rows` is the number of response tokens.
+    The arrays are `token_ids`, `logprobs` and `tail_logprob` for a top-K capture; `logits` (or `logprobs` [rows, V]
+    from an engine that returns no logits); or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 
@@ -185,7 +184,6 @@ _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply a model's logit multiplier and soft cap; `config` is the text model's config."""
     import torch
 
     scale = multiplier(config)
@@ -196,7 +194,6 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return the factor that a model multiplies its logits by, or None."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -226,8 +223,6 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A model's output head as a pass applies it."""
-
     model: Any
     dtype: Any = None
     """torch dtype of the matrix product; None means the dtype of the hidden states."""
@@ -237,7 +232,7 @@ class Projection:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped, before temperature."""
+        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped but before temperature."""
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()
@@ -247,7 +242,6 @@ class Projection:
             yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
 
     def distribution(self, hidden: Sequence[Any], capture: Capture, temperature: float) -> Distribution:
-        """Return the distributions for rows of hidden states [T, H], concatenated."""
         import torch
 
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A Zarr group of captured distributions, opened for reading, whether it is sealed or still in a journal."""
+"""Read a Zarr group of captured distributions, whether it is sealed or still in a journal."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Reads the bits of some rows of an array, given the first row and the number of rows."""
+"""Takes the first row and the number of rows, and returns the bits of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
     dtype: str
-    """What the bits represent; `bfloat16` is stored as uint16."""
+    """dtype that the bits represent; `bfloat16` is stored as uint16."""
     width: int
-    """Elements per row."""
     bits: Rows
 
 
@@ -36,7 +35,6 @@ class DenseGroup:
     arrays: Mapping[str, DenseArray]
 
     def read(self, start: int, rows: int) -> dict[str, np.ndarray]:
-        """Read rows of every array, with bfloat16 widened to float32."""
         return {name: widen(array.bits(start, rows), array.dtype) for name, array in self.arrays.items()}
 
 
@@ -62,9 +60,9 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return True if distributions are read from the Zarr group, False if from the journal.
+    """Return True if distributions must be read from the Zarr group, False if from the journal.
 
-    A process killed while sealing leaves both, and the group may be incomplete until its writer's state lists it.
+    A process killed while sealing leaves both, and the group may be incomplete unless its writer's state lists it.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
@@ -87,7 +85,6 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile:
-    """Return a sealed group's entry in its writer's state. Raises DamagedTrace."""
     where = f"{segment.dense}/zarr.json"
     try:
         files = store.writer(segment.writer).files
@@ -127,23 +124,18 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive rows of one array in a journal."""
-
     group: str
     array: str
     dtype: str
-    """What the bits represent; `bfloat16` is stored as uint16."""
     start: int
     values: np.ndarray
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of one row."""
         return self.dtype, self.values.shape[1:]
 
 
 def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:
-    """Yield the blocks in a segment's journal. Raises DamagedTrace for invalid names and sizes."""
     for batch in batches:
         for row in range(batch.num_rows):
             try:

@@ -1,4 +1,4 @@
-"""Read a trace's sealed Zarr group. Only Zarr v3 with tim-trace's own codecs is accepted, and every byte is verified.
+"""Read a trace's sealed Zarr group: only Zarr v3 with the codecs that tim-trace writes, verifying every byte.
 
 The group's root lists the checksums of all files below it, and the writer's state holds the checksum of the root.
 """
@@ -25,7 +25,7 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of the root: size in bytes and base64 block checksums of each file in the group."""
+"""Attribute of the root that lists the size in bytes and the base64 block checksums of each file in the group."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (contents by path), list them in the root, and return the root's SealedFile."""
+    """Write a group's files, list them with their checksums in the root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -59,7 +59,6 @@ class SealedGroup:
     """A segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile):
-        """`root` is the root's entry in the writer's state."""
         self.store, self.folder = store, segment.dense
         document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
         if whole_hash(document) != root.hash:
@@ -68,7 +67,6 @@ class SealedGroup:
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return the arrays of a subgroup, such as `replay/bf16`, by name."""
         names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
@@ -139,7 +137,7 @@ class _Array:
         if count * row_bytes > memory // 4:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: a read of {count:,} rows of {row_bytes:,} bytes would be larger "
-                "than any sequence"
+                "than any sequence can be"
             )
         import zarr
 
@@ -161,13 +159,13 @@ class _Chunks(NamedTuple):
     num_bytes: int
     """Uncompressed size of a chunk."""
     num_in_shard: int | None
-    """Chunks per shard (one file); None if every file is a single chunk."""
+    """Number of chunks per shard (a shard is one file); None if each chunk has its own file."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims an impossible size, since blosc allocates whatever it claims.
+        """Raise ValueError if a chunk's header claims an impossible size, because blosc allocates the claimed size.
 
-        The index at the end of a shard holds the offsets of its chunks.
+        A shard ends with an index that holds the offsets of its chunks.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:
@@ -220,7 +218,6 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _names(codecs: Any) -> list[str]:
-    """Raise ValueError for an unknown codec before its settings are used."""
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
         raise ValueError("it has no codecs, or too many")
     for codec in codecs:

@@ -32,7 +32,7 @@ NUMERIC_LIBRARIES = (
     "safetensors",
     "tokenizers",
 )
-"""Libraries whose version can change a logprob; every contract lists them."""
+"""Libraries whose version can affect a logprob. Every contract lists the versions of those that are installed."""
 
 
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
@@ -40,7 +40,6 @@ _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:
 
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed NUMERIC_LIBRARIES."""
     found = {"python": platform.python_version()}
     for name in NUMERIC_LIBRARIES:
         try:
@@ -51,7 +50,10 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return every distribution's version by normalised name. Folder names are read 1000 times faster than metadata."""
+    """Return the version of every installed distribution, by normalised name.
+
+    Versions are taken from folder names, which is 1000 times faster than reading metadata.
+    """
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:
@@ -71,7 +73,6 @@ def rank() -> int | None:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Return the torch settings that affect results. Needs torch."""
     import torch
 
     matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
@@ -126,7 +127,6 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """Return the CPU model that the system reports, or else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -138,5 +138,4 @@ def cpu_model() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """Return this process's command line."""
     return tuple(getattr(sys, "orig_argv", None) or sys.argv)

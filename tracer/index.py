@@ -1,8 +1,8 @@
 """The cache in index/: footers, writers' states and contracts, so that a trace with many files opens quickly.
 
-Entries are validated before use: a footer by its checksum in the writer's state, a contract by its hash, which is its
-name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the files, so an
-index may be stale and may be removed.
+Entries are validated before use: a footer by its checksum in the writer's state, a contract by the hash that is its
+name, and a writer's state by the checksum of the state file. Anything that is missing from an index or has changed is
+read from the trace's own files, so an index may be out of date and can be removed.
 
 If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs such a
 file reads its footer and verifies it against the writer's state.
@@ -30,10 +30,10 @@ from .whole_file import write_part
 MAX_BYTES = 64 << 20
 
 MANY_FOOTERS = 1024
-"""Maximum number of footers of one table: opening a trace reads them all, but few queries need them all."""
+"""Maximum number of footers stored per table. Opening a trace reads all of them, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed size; larger indexes are ignored."""
+"""Maximum uncompressed size of an index; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
 """Order in which tables' footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
@@ -41,10 +41,9 @@ _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A writer's state without library versions, since most writers of a run have the same ones."""
+    """A writer's state without its library versions, which are stored once for all writers that have the same ones."""
 
     hash: str
-    """XXH3-128 of the state file."""
     md5: str
     state: WriterState
     versions: int
@@ -52,7 +51,6 @@ class _State(msgspec.Struct, array_like=True):
 
 class _Footer(msgspec.Struct, array_like=True):
     num_bytes: int
-    """Size of the whole file."""
     num_rows: int
     schema: int
     metadata: dict[bytes, bytes]
@@ -63,7 +61,6 @@ class KnownFile(msgspec.Struct, array_like=True):
     """A file whose footer is not in the index."""
 
     num_bytes: int
-    """Size of the whole file."""
     schema: int
     tail_bytes: int
     """Total size of the footer, its length field and the magic number."""
@@ -72,10 +69,8 @@ class KnownFile(msgspec.Struct, array_like=True):
 
 
 class _Contents(msgspec.Struct):
-    """An index as encoded in its file. Keys are paths in the trace."""
-
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Fields of the stored states, which differ between releases."""
+    """Names of the fields of the stored states; they differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -93,14 +88,14 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Content of files named by their hash, which the reader verifies."""
+    """Contents of files that are named by their hash, which the reader verifies."""
 
     @property
     def paths(self) -> set[str]:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry and schema of a file without footer, if its size and checksum match."""
+        """Return the entry and schema of a file whose footer is not indexed, if the size and the checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -108,7 +103,6 @@ class Index:
         return None
 
     def footer(self, relative: str, num_bytes: int, checksum: str | None) -> ParquetFooter | None:
-        """Return a file's footer if the file's size and the footer's checksum match."""
         known = self.footers.get(relative)
         if known is None or known[0].num_bytes != num_bytes or short_hash(known[0].content) != checksum:
             return None
@@ -119,7 +113,6 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if its file still has the content or MD5 that was indexed."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None
@@ -144,7 +137,6 @@ def read_index(store: Store) -> Index:
 
 
 def passed_over(store: Store) -> list[str]:
-    """Return the paths of damaged indexes."""
     return [f"{INDEX}/{name}" for name, size in store.files(INDEX).items() if _contents_of(store, name, size) is None]
 
 
@@ -183,7 +175,7 @@ def write_index(folder: Path) -> None:
 
 
 class _IndexBuilder:
-    """Collects an index's content, most useful entries first, until it is full."""
+    """Collects the contents of an index, most useful entries first, until it is full."""
 
     def __init__(self, store: Store):
         self.contents = _Contents()
@@ -211,7 +203,7 @@ class _IndexBuilder:
                 number = self._number(self.contents.versions, state.versions, msgspec.msgpack.encode(state.versions))
                 state = replace(state, versions={})
                 yield self._has_room(len(msgspec.msgpack.encode(state)))
-            except (DamagedTrace, OverflowError):  # an integer beyond 64 bits
+            except (DamagedTrace, OverflowError):  # OverflowError: an integer beyond 64 bits
                 continue
             md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
             self.contents.states[relative] = _State(whole_hash(content), md5, state, number)
@@ -224,7 +216,6 @@ class _IndexBuilder:
             self.contents.documents[f"{PASSES}/{name}"] = content
 
     def _files_of(self, table: str) -> None:
-        """Add a table's footers if all of them fit, else entries without footers."""
         there = {f"{table}/{name}": size for name, size in self._store.files(table).items()}
         before = {name: file for name, size in there.items() if (file := self._known_before(name, size)) is not None}
         fits = len(there) <= MANY_FOOTERS and sum(file.tail_bytes for file in before.values()) <= self._left

@@ -1,10 +1,10 @@
 """The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
 Each message's metadata ends with a 32-byte trailer, in padding that the format allows, so any Arrow library can read
-the stream and this module can verify it. The trailer holds 8 bytes `tim-jrnl`, the length of the message's body
-(int64), and the XXH3-128 of the previous message's checksum (16 zero bytes for the first message) followed by this
-message without its own checksum. All are little-endian except the checksums. The chain detects missing, duplicated and
-reordered messages.
+the stream and this module can verify it. The trailer holds the 8 bytes `tim-jrnl`, the length of the message's body
+(int64, little-endian) and a checksum (big-endian). The checksum is the XXH3-128 of the previous message's checksum (16
+zero bytes for the first message), followed by this message without its own checksum. This chain of checksums detects
+missing, duplicated and reordered messages.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Journal of distributions. Each row is a block: `rows` rows of a Zarr array, row-major."""
+"""Schema of the journal of distributions. Each row is a block of `rows` consecutive rows of a Zarr array, row-major."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes that captured arrays may have, by NumPy and Zarr name; bfloat16 is stored as uint16 bits."""
+"""dtypes that captured arrays may have, by the name that NumPy and Zarr use; bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
 """Key in the schema's metadata; its value is the path in the trace that the journal was written to."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
-"""Field numbers in Arrow's Message and RecordBatch, and the message type of a RecordBatch."""
+"""Field numbers in Arrow's Message and RecordBatch tables, and the message type of a RecordBatch."""
 _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
@@ -58,7 +58,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends one table's record batches to a segment's journal; once appended, they survive a killed process."""
+    """Appends one table's record batches to a segment's journal. Appended batches survive if the process is killed."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -71,18 +71,17 @@ class JournalStream:
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """True if the rows, and the files sealed from them, must survive a power loss."""
+        """True after `sync`: the rows, and the files sealed from them, must then survive a power failure."""
         self._checksum = _INITIAL_CHECKSUM
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. Raises FileNotFoundError if the file was removed."""
         if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush everything appended to disk. Works after `close` too, as long as the file exists."""
+        """Flush all appended rows to disk. Works after `close` too, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -90,7 +89,6 @@ class JournalStream:
         self.is_synced = True
 
     def close(self) -> None:
-        """Mark the end of the stream."""
         try:
             self._write([memoryview(_END_OF_STREAM)])
         finally:
@@ -118,13 +116,10 @@ class JournalStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContent:
-    """What could be read from a journal file."""
-
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Size of an incomplete record at the end: the process died while appending, or is appending now."""
+    """Size of an incomplete record at the end, because the process died while appending or is appending now."""
     damage: str | None = None
-    """Why reading stopped at a damaged record; None if every record was read."""
     has_begun: bool = True
     """True if the journal's schema is complete; only then does a writer list the journal in its state."""
 
@@ -132,8 +127,8 @@ class JournalContent:
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
     """Read a journal's complete records, verifying and validating each one.
 
-    `num_bytes` limits the read to the start of the file. Raises FileNotFoundError if the segment has been sealed in the
-    meantime, and DamagedTrace for a link out of the trace.
+    Only the first `num_bytes` of the file are read, if given. Raises FileNotFoundError if the segment has been sealed
+    in the meantime, and DamagedTrace for a link that leads out of the trace.
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
@@ -235,7 +230,6 @@ def _is_compressed(metadata: bytes) -> bool:
     """Look for the field `compression` in a message's RecordBatch (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
-        """Offset of a field in a FlatBuffers table; None if the field is missing."""
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
         size = struct.unpack_from("<H", metadata, vtable)[0]
         place = 4 + 2 * number

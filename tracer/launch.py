@@ -33,13 +33,10 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The outcome of a recorded command."""
-
     folder: Path
     """The trace's folder. For a recording to a URL, the cache folder, which is removed after the upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """States of the processes that recorded or tried to."""
 
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
@@ -81,27 +78,28 @@ def record(
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`, which means delta for models up to
     `weights_below`, a size such as 500MB or 2GB. If the run saves Hugging Face checkpoints anyway, give their folder as
-    `weights_from`, and weights are read from there. `routing` records which experts the routers of a mixture of experts
-    choose in the `train` pass, for every prompt and response token. `engine_weights` selects which digests of vLLM's
-    weights to record along with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read
-    once, and again after a mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
+    `weights_from`, and weights will be read from there. `routing` records which experts the routers of a mixture of
+    experts choose in the `train` pass, for every prompt and response token. `engine_weights` selects which of vLLM's
+    weights get a digest, in addition to the trainer's: `given` (the tensors sent to vLLM; the tensors that vLLM holds
+    are read once, and again after a mismatch), `held` (at every version, also the tensors that vLLM holds), or `none`.
 
     `resume` adds to an existing trace at `output`; repeated steps are recorded as a new attempt. `force` replaces an
     existing trace once the command has started.
 
     If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder. Sealed files
-    are uploaded from there about once a minute and at the end; then the folder is removed. If the file system does not
-    respond for `max_wait` seconds, a process stops recording and continues without it. The same timeout applies to
-    starting and finishing a recording: if it cannot start, the command runs unrecorded; if it cannot finish, a note
-    explains how to finish it. `at_end` is called with the recording once the command has ended, before the final
-    upload.
+    are uploaded from there about once a minute and at the end; then the folder is removed.
 
-    On several nodes, run this command on each node with the same `output`. The first node starts the recording. The
-    others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
-    end finishes the trace.
+    If the file system does not respond for `max_wait` seconds, a process stops recording and keeps running. The same
+    timeout applies to starting and finishing a recording: if it cannot be started, the command runs unrecorded; if it
+    cannot be finished, a note explains how to finish it. `at_end` is called with the recording once the command has
+    ended, before the final upload.
 
-    Returns once the command has ended, with its exit code. Records of processes that died are kept. Raises TraceExists,
-    StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
+    To record on several nodes, run this command on each node with the same `output`. The first node starts the
+    recording. The others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The
+    last node to end finishes the trace.
+
+    Returns once the command has ended; the result includes its exit code. Records of processes that died are kept.
+    Raises TraceExists, StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
     """
     if not command:
         raise InvalidOption(
@@ -258,7 +256,7 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
 
 
 class Launcher:
-    """`tim-trace record` as one of the trace's writers, with a heartbeat and the command's exit code."""
+    """Represents `tim-trace record` among the trace's writers, with a heartbeat and the command's exit code."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -272,7 +270,10 @@ class Launcher:
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code and return the hosts that still record; the last launcher to end finishes the trace."""
+        """Record the exit code and return the hosts that are still recording.
+
+        The last launcher to end finishes the trace.
+        """
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.
@@ -283,7 +284,6 @@ class Launcher:
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
 
     def save(self) -> None:
-        """Save the state, unless the disk is full or the folder was removed."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 

@@ -21,7 +21,7 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""How often an open writer touches its state file."""
+"""Interval at which an open writer touches its state file."""
 SILENT_S = 900.0
 """A writer on another machine counts as ended after this long without a heartbeat."""
 
@@ -33,13 +33,11 @@ CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
 class Liveness:
     is_alive: bool
     how: str
-    """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
     """Seconds since the last heartbeat, if the verdict is based on it; None if unknown."""
 
 
 def this_process() -> dict[str, Any]:
-    """Return the identity of this process, as stored in a writer's state."""
     return {
         "host": socket.gethostname(),
         "boot_id": boot_id(),
@@ -64,7 +62,7 @@ def liveness(state: WriterState, store: Store) -> Liveness:
 
 
 def last_sign(state: WriterState, store: Store) -> float | None:
-    """Return when a writer last touched a file, in seconds since 1970; None if unknown."""
+    """Return when a writer last touched any of its files, in seconds since 1970; None if unknown."""
     journals = [f"{JOURNAL}/{name}" for name in store.files(JOURNAL) if name.startswith(f"{state.writer}-")]
     signs = [store.seen_at(name) for name in (f"{WRITERS}/{state.writer}.json", *journals)]
     return max((sign for sign in signs if sign is not None), default=None)
@@ -72,7 +70,6 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Return the machine's boot id, which changes at every boot."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
@@ -90,7 +87,6 @@ def process_start(pid: int) -> int | None:
 
 
 def _is_running(state: WriterState) -> bool:
-    """Return True if the pid exists and has not been reused."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -104,14 +100,14 @@ def _is_running(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
+    """Return the fields of /proc/<pid>/stat, starting with the third, which is the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
 
 @cache
 def _boot_time() -> float:
-    """Seconds since 1970."""
+    """Return when the machine was booted, in seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -130,19 +126,20 @@ class Attempt:
     """A training attempt: one run, from its start or resumption to its end."""
 
     number: int
-    """From 1, in the order in which attempts started."""
+    """Counted from 1, in the order in which attempts started."""
     key: str
-    """Shared by all processes of the attempt."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch, and `ordinal` counts earlier training runs in this process. With `resumes`, earlier
-    recordings of this process belong to a previous attempt even if they are still open, as in a notebook.
+    `session` identifies the launch, and `ordinal` is the number of earlier training runs in this process. With
+    `resumes`, earlier recordings of this process belong to a previous attempt even if they are still open, as in a
+    notebook.
 
-    A rank counts its own earlier writers, because ranks restart together while torchrun counts restarts per node. A
-    rank that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
+    A rank counts its own earlier writers, because ranks restart together but torchrun counts restarts per node. A rank
+    that is new in this session takes the attempt number from rank 0, or from a driver without a rank. No other writers'
+    states are read.
     """
     rank = environment.rank()
     own = _states_with_attempt(store, rank)
@@ -167,12 +164,10 @@ def _states_with_attempt(store: Store, *ranks: int | None) -> list[WriterState]:
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Read the states of these ranks' writers, and no other state file."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 
 def writer_prefix(rank: int | None) -> str:
-    """Return the prefix of a rank's writer names."""
     return "p" if rank is None else f"r{rank}-p"
 
 
@@ -181,13 +176,12 @@ def _newest(states: Iterable[WriterState]) -> int:
 
 
 def restarts() -> str:
-    """Return the restart counts in torchrun's and Slurm's variables; empty without either."""
+    """Return the restart counts that Slurm and torchrun set in the environment; empty without either."""
     told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
     return "-".join(told).strip("-")
 
 
 def is_of_this_start(state: WriterState, session: str) -> bool:
-    """Return True if a writer belongs to this launch, and torchrun and Slurm have not restarted it since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
 
 
@@ -208,7 +202,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segments' journal sizes in bytes, by segment and table."""
+    """Return the journal sizes of unsealed segments in bytes, by segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

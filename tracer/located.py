@@ -23,7 +23,7 @@ A, B = "a", "b"
 ROUTES = "routes"
 """Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding explains, in units of the rounding bound; an operator above it counts as divergent."""
+"""Largest error that rounding can explain, in units of the rounding bound; operators above it are divergent."""
 FORMAT = 1
 _WHAT = "a locate result"
 _AGAIN = "run locate again, or delete the file"
@@ -47,7 +47,6 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """Format a question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 
@@ -78,9 +77,11 @@ class OperatorError:
     token: int
     """Token with the largest error, counted from 0 over the prompt and response of `seq_id`."""
     inherited: float | None
-    """RMS difference between the inputs in a and b, relative to a's input RMS; None without a common input."""
+    """RMS difference between the inputs in a and b, relative to the RMS of the input in a; None without a common input.
+    """
     difference: float | None
-    """RMS difference between the outputs in a and b, relative to a's output RMS; None without a common output."""
+    """RMS difference between the outputs in a and b, relative to the RMS of the output in a; None without a common
+    output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if not tried."""
 
@@ -95,7 +96,7 @@ class LocatedSequence:
 
     seq_id: str
     group: str
-    """Shared by all sequences with the same prompt."""
+    """Group id, shared by all sequences with the same prompt."""
     num_tokens: int
     sum_square: float
     """Sum of d^2 over the sequence's tokens, nats^2."""
@@ -109,16 +110,15 @@ class WeightDifference:
     tensor: str
     layer: int | None
     largest: float
-    """Largest absolute difference between two elements."""
+    """Largest absolute difference between corresponding elements."""
     version: int | None
     """Policy version whose recorded tensor is identical to the execution's, or None."""
     share: float = 1.0
-    """Fraction of elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often a router selects different experts in the two executions. Such changes are discontinuous."""
+    """How often a router selects different experts in the two executions, which changes its output discontinuously."""
 
     operator: str
     layer: int | None
@@ -127,20 +127,20 @@ class Router:
     """Tokens for which the two executions select different sets of experts."""
     margin: float | None = None
     """Largest distance from a tie among these tokens: in execution a, the lowest score of a selected expert minus the
-    highest score of the others. None without such tokens, or if the choice does not depend on the scores alone."""
+    highest score of the others. None if there are no such tokens, or if the choice does not depend on scores alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains when some operators of one execution run the other's code on unchanged inputs."""
+    """Mismatch that remains when some operators of one execution run the other execution's code on unchanged inputs."""
 
     patch: str
-    """Patched operators: all of one kind, `all operators`, or `routes` for differing expert choices."""
+    """Patched operators: all of one kind, `all operators`, or `routes` for the expert choices that differ."""
     taker: str
     """Execution whose operators were replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 for each sequence in the result, with the operators replaced, nats^2."""
+    """For each sequence in the result: sum of d^2 with the operators replaced, nats^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +167,14 @@ class Findings:
     run: str
     step: int
     policy_version: int
-    """Policy version of the recorded weights."""
     device: str
-    """`cpu` or `cuda`."""
     a: str
-    """Replay arm that defines execution a."""
     b: str
     only: str = ""
-    """The question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
+    """The question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty if there are none."""
     chosen: str
-    """How the sequences were chosen."""
     num_tokens: int
-    """Number of compared response tokens."""
+    """Number of response tokens compared."""
     mean_abs_d: float
     """Mean of |d| over the compared tokens, with d = logprob(b) - logprob(a), nats."""
     max_abs_d: float
@@ -189,11 +185,11 @@ class Findings:
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """Executions that ran in vLLM, `a` or `b`: in eager mode, without compilation, CUDA graphs or a prefix cache."""
+    """Executions (`a` or `b`) that ran in vLLM, in eager mode without compilation, CUDA graphs or a prefix cache."""
     first: Divergence | None
-    """None if rounding can explain every operator's error."""
+    """First divergence; None if rounding can explain every operator's error."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Checks that could not be made, with the reason. All other findings were made without them."""
+    """Checks that could not be made, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +199,8 @@ class Located(Findings):
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
     """By (execution, operator) and sequence: sum over the tokens of d * (part of d due to the operator's own error),
-    nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the sum of
-    d^2."""
+    nats^2. If the model were linear in the errors, these sums over all operators of both executions would add up to the
+    sum of d^2."""
     patches: tuple[Patch, ...]
 
 
@@ -214,7 +210,6 @@ class KeptResult:
 
     format: int
     id: str
-    """Id of the question."""
     run_id: str
     question: LocateQuestion
     made_at: str
@@ -222,7 +217,6 @@ class KeptResult:
     made_by: str
     """Version of tim-trace."""
     versions: dict[str, str]
-    """Versions of libraries that can affect logprobs."""
     found: Located
 
     @property
@@ -239,7 +233,6 @@ def result_ids(store: Store) -> list[str]:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Store a result under its question's id and return its path. Raises OSError and StorageError."""
     kept = KeptResult(
         format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
         versions=numeric_versions(), found=found,

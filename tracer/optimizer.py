@@ -14,15 +14,15 @@ CHUNK_BYTES = 56 << 20
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     """Return norms of the last update and of this process's weights as metrics: 0-d tensors on their device.
 
-    For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), with the state after the
-    step; for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
+    For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), computed from the state
+    after the step; for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
     - optimizer/update_to_weight: norm of the update divided by the norm of the weights after it.
     - optimizer/update_norm, optimizer/weight_norm: norm of the update, and of the weights after it.
     - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
     - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over all parameter groups.
 
-    Empty before the first step, and for other optimizers. Does not synchronise with a device.
+    Returns an empty dict before the first step and for other optimizers. Does not synchronise with the device.
     """
     import torch
 
@@ -87,7 +87,6 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
 
 
 def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Split a tensor and its state at the same places, into pieces of at most `most` elements."""
     if weight.numel() <= most:
         yield weight, state
         return
@@ -128,14 +127,13 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum the squared norms of short pieces, since torch.norm adds sequentially but torch.sum pairwise."""
+    """Sum the squared norms of short pieces, because torch.sum adds pairwise, but torch.norm sequentially."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
 
 
 def _sum(torch: Any, tensors: list[Any]) -> Any:
-    """Sum non-negative tensors, in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum().float()
@@ -152,7 +150,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, else None. Counts on a device are the same for all tensors."""
+    """Return the step count if it is on the host, else None. Counts on a device are assumed equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
@@ -164,7 +162,6 @@ def _local(tensor: Any) -> Any:
 
 
 def underlying(optimizer: Any) -> Any:
-    """Unwrap accelerate's optimizer; None if it has no parameter groups or states."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state") else None

@@ -37,7 +37,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Values that a footer may claim: a constant, plus a number per byte of the file. A token takes half a byte."""
+"""Number of values that a footer may claim: a constant, plus a number per byte. A token takes half a byte."""
 
 
 def write_checked(
@@ -52,16 +52,13 @@ def write_checked(
 
 
 class CheckedWriter:
-    """A Parquet file under construction."""
-
     def __init__(self, parquet: pq.ParquetWriter):
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Set when the file is closed, without the step range."""
+        """Set when the file is closed. The step range is not filled in."""
 
     def write(self, part: pa.Table) -> None:
-        """Write a part as one row group."""
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
         self.num_rows += part.num_rows
 
@@ -86,7 +83,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes the bytes written to a file, and keeps them too while `footer` is a bytearray."""
+    """Hashes the bytes written to a file. Once `footer` is set, also appends them to it."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -116,7 +113,6 @@ class ParquetFooter:
     content: bytes
     """The footer, its length field and the magic number."""
     hash: str
-    """XXH3-64 of `content`."""
 
     @property
     def identity(self) -> str | None:
@@ -137,7 +133,6 @@ class ParquetFooter:
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
-        """Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
                 blocks=base64.b64decode(self.metadata.get(BLOCKS, b""), validate=True),
@@ -166,7 +161,6 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    """Return the footer with its length field and the magic number. Raises DamagedTrace if the file is not Parquet."""
     where = store.shown(relative)
     try:
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
@@ -224,7 +218,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         """How often DuckDB or Arrow expanded each pattern."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
-        """Register a file and return its URL."""
         self._files[name] = file
         return self.url(name)
 
@@ -232,7 +225,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:
-        """Set the files that a pattern expands to."""
         self._chosen[pattern] = names
 
     @staticmethod
@@ -241,7 +233,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """Error of the first failed read, or None."""
         return next((file.error for file in self._files.values() if file.error is not None), None)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def say(sentence: str) -> None:
 
 
 class Patience:
-    """Limits the waits of one writer's callers; each wait takes at most `max_wait_s`."""
+    """Limits how long one writer's callers wait. Each wait takes at most `max_wait_s`."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` names the file system in messages; without it, nothing is printed. `meanwhile` is called during waits.
+        """`path` identifies the file system in messages; without it, nothing is printed.
 
-        Raises InvalidOption.
+        `meanwhile` is called after each message. Raises InvalidOption.
         """
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
@@ -49,8 +49,8 @@ class Patience:
     ) -> None:  # fmt: skip
         """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
-        Time during which `is_excused` returns True does not count. With `signs` of progress, the limit applies to the
-        time since they last changed. With `counts`, the wait is added to `waited_s`.
+        Time during which `is_excused` returns True does not count towards the limit. If `signs` of progress are given,
+        the limit applies to the time since they last changed. With `counts`, the wait is added to `waited_s`.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
@@ -72,9 +72,7 @@ class Patience:
                 self._tell(still_s)
 
     def _tell(self, waited_s: float) -> None:
-        bound = (
-            "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process continues without it"
-        )
+        bound = "" if self.max_wait_s == math.inf else f"; this process gives up after {self.max_wait_s:g} s"
         text = f"waiting for {self._path} ({self._mount()}) to respond, {waited_s:.0f} s so far{bound}"
         say(text)
         self._meanwhile()

@@ -1,7 +1,7 @@
 """The command that `tim-trace record` runs, and the other `tim-trace record` processes of the same job.
 
-The command behaves as without recording: each signal reaches it exactly once, and it does not outlive this process.
-With one `tim-trace record` per node, the one on the first node starts the trace, and the others join it.
+The command behaves as it would without recording: each signal reaches it exactly once, and it does not outlive this
+process. If every node runs `tim-trace record`, the process on the first node starts the trace, and the others join it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
+"""Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
 SIGN_S = 5.0
-"""How often `tim-trace record` sends a heartbeat."""
+"""Interval at which `tim-trace record` sends a heartbeat."""
 SIGNED_S = 2 * SIGN_S
 """A launcher counts as ended after this long without a heartbeat."""
 _LOOK_S = 0.2
@@ -36,7 +36,10 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that makes this a later node, such as RANK=1. Arguments take precedence over variables."""
+    """Return the setting that shows that this is not the first node, such as RANK=1; None on the first node.
+
+    Arguments take precedence over environment variables.
+    """
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -44,17 +47,14 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Return True if the command's arguments, or torchrun's variable, ask for more than one node."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
 def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return True if two commands differ only in their node rank."""
     return _NUMBER.sub("", " ".join(one)) == _NUMBER.sub("", " ".join(other))
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """Return the states of a trace's launchers, oldest first."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -66,9 +66,9 @@ def running_launchers(
 ) -> list[WriterState]:
     """Wait up to `wait_s` for `tim-trace record` processes that record to a folder, and return the running ones.
 
-    A process counts as running if it is visible from here or has sent a heartbeat since the first check; one that was
-    killed on another machine looks alive at first. With `beside`, only those processes are watched, until one of them
-    is found running; a normal close also counts.
+    A process counts as running if it is visible from here, or if it has sent a heartbeat since the first check, because
+    a process that was killed on another machine looks alive at first. With `beside`, only these processes are
+    considered, and a process that has closed normally is returned too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -104,14 +104,13 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals to this process are held back for the command."""
+    """A running command. From `start` to the end of `wait`, signals to this process are held for the command."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Raises OSError if the command cannot be executed."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
@@ -135,9 +134,9 @@ class Child:
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
         """Return the command's exit code, or 128 + the signal that killed it.
 
-        Calls `meanwhile` every `every_s` until then. Signals sent by processes are forwarded. Those from the terminal
-        (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly. This process stops and continues together with the
-        command.
+        Until then, `meanwhile` is called every `every_s` seconds. Signals sent by processes are forwarded. Signals from
+        the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly. This process stops and continues together
+        with the command.
         """
         try:
             while (code := self._process.poll()) is None:
@@ -148,7 +147,7 @@ class Child:
                     self._process.send_signal(found.si_signo)
                 if found is not None and found.si_signo == signal.SIGTSTP:
                     _stop_until_continued()
-            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the ended command
+            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the finished command
                 pass
         finally:
             self._unblock()

@@ -19,8 +19,6 @@ from .staging import is_tensor, to_numpy
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of different lengths, concatenated."""
-
     values: np.ndarray
     """[N] elements, one list after another."""
     lengths: np.ndarray
@@ -38,7 +36,6 @@ class Ragged:
 
     @property
     def num_known(self) -> int:
-        """Number of recorded values."""
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
@@ -49,13 +46,11 @@ class Ragged:
         return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
 
     def to_arrow(self, type: pa.ListType) -> pa.Array:
-        """Convert to an Arrow list array without copying the values."""
         values = number_array(self.values, type.value_type, self.valid)
         return pa.ListArray.from_arrays(number_array(self.offsets, pa.int32()), values)
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Return True if `rows` lists every row, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
@@ -67,7 +62,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Batches at least this wide are copied row by row; copying a row takes as long as masking 1,500 cells."""
+"""Batches at least this wide are copied row by row, because copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class Padding:
 
     width: int
     lengths: np.ndarray
-    """[B] int64, tokens per row."""
+    """[B] int64, number of tokens in each row."""
     starts: np.ndarray | None
     """[B] int64, column of each row's first token; None if the tokens of any row are not contiguous."""
     mask: np.ndarray
@@ -84,7 +79,9 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
+        """Read a [B, T] mask that is nonzero at tokens. Raises InvalidRecord for other values, with `what` as their
+        name.
+        """
         given = _cells(mask, what)
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
@@ -103,7 +100,6 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return the tokens of a [B, T] batch as [N] values, row by row."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -120,7 +116,7 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. In a list
     of floats, None means not recorded. `what` names the batch in errors.
 
-    Raises InvalidRecord for values of a kind that `dtype` does not accept, or that it cannot represent.
+    Raises InvalidRecord for values that are of the wrong kind or that `dtype` cannot represent.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -142,7 +138,6 @@ def is_padded(data: Any) -> bool:
 
 
 def num_rows(data: Any, what: str) -> int:
-    """Count the rows of a batch in any form. Raises InvalidRecord for a value without rows."""
     if isinstance(data, Ragged):
         return len(data)
     shape = getattr(data, "shape", None)
@@ -261,7 +256,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
-    """Convert rows' flat values. Raises InvalidRecord for the first value that `dtype` cannot represent."""
+    """Convert flat values to `dtype`. Raises InvalidRecord, naming the first value that `dtype` cannot represent."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_expected_values(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):

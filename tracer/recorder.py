@@ -57,23 +57,23 @@ from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
-"""Session of attempts that `tim-trace record` did not start."""
+"""Session name of attempts that `tim-trace record` did not start."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
 """Columns whose values are checked once they are in host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Bits and the dtype that they represent, by array name."""
+"""Bits of each array and the dtype that they represent, by array name."""
 
 
 class Recorder:
     """Records a training loop's per-token logprobs, from the inference engine, the trainer and any other pass.
 
     Use it as a context manager; leaving the block seals the trace. Methods return immediately, and a background thread
-    writes; a caller waits only while `queue_bytes` are queued (see `waited_s`). Nothing is dropped. Device tensors are
-    cloned on the device, then copied to the host on a separate stream. Inconsistent values raise InvalidRecord; for
-    device tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and
-    training continues.
+    does the writing; a caller waits only while `queue_bytes` are queued (see `waited_s`). No data is dropped. Device
+    tensors are cloned on the device, then copied to the host on a separate stream. Inconsistent values raise
+    InvalidRecord; for device tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds,
+    recording stops and training continues.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -105,8 +105,8 @@ class Recorder:
         replaces a dead one, belong to a new attempt; views show the newest attempt at each step. `max_wait` limits how
         many seconds a call waits for an unresponsive file system before recording stops and training continues.
 
-        Raises TraceExists if the path contains anything that this run did not start and neither `force` nor `resume` is
-        set, or if another process records this rank. Raises StorageStalled if the file system does not respond.
+        Raises TraceExists if the path already contains something else and neither `force` nor `resume` is set, or if
+        another process records this rank. Raises StorageStalled if the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -135,7 +135,7 @@ class Recorder:
         """Return a recorder for data from a framework or a file, whose errors become findings instead of exceptions.
 
         Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
-        With `ordered`, steps never decrease from one call to the next.
+        Without `ordered`, steps may decrease from one call to the next.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -168,10 +168,10 @@ class Recorder:
 
     @checked
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
-        """Block until everything added so far survives `kill -9`; with `sync`, also a power failure.
+        """Block until everything added so far would survive `kill -9` or, with `sync`, a power failure.
 
-        Otherwise, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every
-        file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
+        Without this call, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on
+        every file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
 
         Returns False, with a message on stderr, if recording has stopped; rows added after that are lost. Raises
         InvalidRecord for invalid device tensors in earlier calls.
@@ -189,7 +189,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] mask of the sequences whose distributions are captured, the same in every process and run."""
+        """Return a [B] mask of sequences whose distributions are captured; it is the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -248,17 +248,19 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are either [B, T] and [B, P] tensors or arrays with attention masks (nonzero at
-        tokens; padding on either side), or B lists. Without a mask, every cell of a padded batch counts as a token, and
-        apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that count
-        in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
-        to [B] values. All other arguments are one value or [B]; None means not recorded.
+        `response_ids` and `prompt_ids` are each given either as a tensor or array, [B, T] or [B, P], with an attention
+        mask (nonzero at tokens; padding on either side), or as B lists. Without a mask, every cell of a padded batch
+        counts as a token, and apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is
+        nonzero at tokens that are part of the loss. `advantage` is one value, [B], or aligned with `response_ids`.
+        `rewards` maps each reward function to [B] values. All other arguments are one value or [B]; None means not
+        recorded.
 
         `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default they
         are generated. `split` is "eval" for evaluation samples: they and their scores appear in the views
         `eval_sequences` and `eval_scores`, and all statistics of the run exclude them.
 
-        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
+        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
+        raises it.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -333,19 +335,20 @@ class Recorder:
 
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
         with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has
-        a value; other tokens become NULL. `rows` lists the batch's row numbers in the order of the scores.
+        a value; other tokens become NULL. `rows` lists the numbers of the scored rows, in the order of the scores.
         `policy_version` is the number of optimizer updates that the scoring weights have received. The default is the
         version of the sampling weights for `rollout`, and None for other passes. With None, staleness cannot be
         computed, and `replay` uses the sampling weights and says so.
 
-        `distribution` holds the captured distributions [N, ...] of the rows listed in `captured_rows`: their response
-        tokens, concatenated.
+        `distribution` holds captured distributions [N, ...]: one for each response token of the rows listed in
+        `captured_rows`, concatenated.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), the router choices of a mixture of
-        experts. All rows are concatenated without padding, prompt tokens before response tokens. S follows the order of
-        the model's slots, and L the order of the contract's `moe_layers`.
+        experts. All rows are concatenated without padding, each with its prompt tokens before its response tokens. S
+        follows the order of the model's slots, and L the order of the contract's `moe_layers`.
 
-        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
+        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
+        raises it.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -371,7 +374,7 @@ class Recorder:
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        if policy_version is None and pass_name == ROLLOUT:  # sampling and scoring weights are the same
+        if policy_version is None and pass_name == ROLLOUT:  # a rollout is scored by the weights that sampled it
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
@@ -560,7 +563,7 @@ class Recorder:
         return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Shapes and dtypes must be the same in every batch of a pass."""
+        """Raises InvalidRecord unless shapes and dtypes are the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
@@ -618,7 +621,7 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check, flatten and queue values, now or after the copy from a device; `refused` undoes the call."""
+        """Check, flatten and queue values, either now or after the copy from a device; on an error, call `refused`."""
 
         def checked() -> Any:
             try:
@@ -656,7 +659,7 @@ class Recorder:
         if str(getattr(logprobs, "dtype", "")).removeprefix("torch.") != "float64" or pass_name in self._warned:
             return
         exact = to_numpy(logprobs)
-        with np.errstate(invalid="ignore", over="ignore"):  # infinities count as recorded values
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities are recorded as they are
             change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
         if change > 0.0:
             self._warn_once(

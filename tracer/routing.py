@@ -20,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""Expert id of tokens that a pass did not route."""
+"""Expert id at tokens that a pass did not route."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -28,8 +28,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Router choices for some tokens."""
-
     expert_ids: Any
     """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
     expert_weights: Any = None
@@ -43,15 +41,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A module that selects experts in one layer."""
-
     layer: int
-    """Index of the decoder layer."""
     module: Any
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts to choose from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
@@ -82,7 +76,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return a contract's entries about a mixture of experts; empty for any other model."""
+    """Return a contract's entries about a mixture-of-experts model; empty for all other models."""
     known = routers(model)
     if not known:
         return {}
@@ -108,8 +102,6 @@ def choice(output: Any) -> tuple[Any, Any, int] | None:
 
 
 class RouterTap:
-    """Collects a model's router choices while it runs."""
-
     def __init__(self, known: Sequence[Router]):
         self._routers = known
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
@@ -170,7 +162,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask has another size."""
+    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask has the wrong size."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -181,7 +173,6 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """Concatenate tokens; None without parts."""
     import torch
 
     if not parts:
@@ -191,7 +182,6 @@ def joined(parts: Sequence[Routing]) -> Routing | None:
 
 
 def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless there are `num_tokens` tokens and both arrays have the same shape."""
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(

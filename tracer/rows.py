@@ -21,27 +21,26 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob that rounding explains, by dtype, in nats: one unit in the last place of a logit near 16."""
+"""Largest positive logprob due to rounding, in nats, by dtype: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: each row's forward pass and its padding."""
+    """How a pass batched its rows: the forward pass and the padding of each row."""
 
     ids: np.ndarray
-    """[B] int64, the same number for all rows of a forward pass."""
+    """[B] int64, a number that all rows of the same forward pass share."""
     places: np.ndarray
     """[B] int32, index of each row within its forward pass, from 0."""
     rows: np.ndarray
     """[B] int32, number of rows in each row's forward pass."""
     pad_left: np.ndarray
-    """[B] int32, padding tokens before each row's prompt."""
+    """[B] int32, number of padding tokens before each row's prompt."""
     pad_right: np.ndarray
-    """[B] int32, padding tokens after each row's response."""
+    """[B] int32, number of padding tokens after each row's response."""
 
     def check(self, rows: int, what: str) -> None:
-        """Raise InvalidRecord unless each array has one integer per row."""
         for name in ("ids", "places", "rows", "pad_left", "pad_right"):
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
@@ -52,7 +51,6 @@ class Forward:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """These arrays as columns of `scores`."""
         padding = {"pad_left": self.pad_left, "pad_right": self.pad_right}
         return {"forward_id": self.ids, "forward_row": self.places, "forward_rows": self.rows} | padding
 
@@ -65,7 +63,6 @@ class RowBuilder:
         self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
 
     def batch(self, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
-        """Build a batch of `rows` rows; missing columns are NULL."""
         arrays = [self._column(field.name, field.type, columns.get(field.name), rows) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
@@ -136,7 +133,7 @@ def aligned(
     data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int,
     what: str, remedy: str = ALIGN,
 ) -> Ragged:  # fmt: skip
-    """Flatten per-token values. Raises InvalidRecord unless each sequence has one per token."""
+    """Flatten per-token values. Raises InvalidRecord unless each sequence has one value per token."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(
@@ -153,7 +150,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf become findings later."""
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf are left for `check` to report."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -184,7 +181,6 @@ def check_whole(logprobs: Any, what: str) -> None:
 
 
 def is_per_token(advantage: Any) -> bool:
-    """Return True if advantages are per token rather than per sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):

@@ -37,7 +37,7 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
     """Return a column's values: one Python value for all rows, an Arrow array [B] of `type`, or None if not recorded.
 
     `flags` allows True and False in a column of numbers, stored as 1 and 0. Raises InvalidRecord for a value that the
-    column cannot hold, or unless there is a single value or one per row.
+    column cannot hold, and for any number of values other than one or one per row.
     """
     if value is None:
         return None
@@ -54,7 +54,7 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """Return True if the column takes the values as they are: None, floats, ASCII text, or integers in range."""
+    """Return True if the values need no conversion for the column: None, floats, ASCII text, or integers in range."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
@@ -65,7 +65,6 @@ def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
-    """Return per-row values as an array [B] or a list. Raises InvalidRecord unless there is one value per row."""
     give = f"give one value, or one for each of the {rows} sequences"
     if is_tensor(value) or hasattr(value, "__array__"):
         values = _array(value, what)
@@ -162,7 +161,6 @@ def _array(value: Any, what: str) -> np.ndarray:
 
 
 def check_metrics(values: Any, what: str) -> None:
-    """Raise InvalidRecord unless `values` is a dict from names to numbers, text or None."""
     if not isinstance(values, Mapping):
         raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of values by name")
     for name, value in values.items():

@@ -17,18 +17,17 @@ from .verified_file import FileCursor
 
 
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    """Return the pair of passes to compare by default (see `first_pair`)."""
     return first_pair(scored_passes(trace))
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Pair a replay with the trainer's pass, or with another pass if the trainer's has no logprobs."""
+    """Pair a replay with the trainer's pass or, if that has no logprobs, with another pass."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """Return the names of passes with logprobs. Reports damage, and raises DamagedTrace."""
+    """Return the names of passes with logprobs. Warns about damaged parts of the trace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

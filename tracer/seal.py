@@ -1,4 +1,4 @@
-"""Seal journals, including those of killed writers: convert them to Parquet and Zarr, then drop them."""
+"""Seal journals, including those of killed writers: convert them to Parquet and Zarr, then remove them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum response tokens in a row group; scans hold row groups in memory, or skip them by step."""
+"""Maximum number of response tokens in a row group. Scans hold whole row groups in memory, and skip them by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -49,7 +49,7 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Like `seal_table`, for rows in memory."""
+    """Like `seal_table`, but for rows in memory."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
@@ -68,8 +68,8 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
     """Write rows of a trace table with its encodings, in row groups of about a million response tokens.
 
-    `relative` is the file's future path in the trace. Each batch of scores has one pass. Batches are grouped by pass,
-    so that a query of two passes skips the bytes of all others.
+    `relative` is the file's future path in the trace. Each batch of scores belongs to a single pass. Batches are
+    grouped by pass, so that a query of two passes reads only their bytes.
     """
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
@@ -137,8 +137,8 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
 def adopt(folder: Path) -> None:
     """Seal the journals of dead writers.
 
-    A segment that cannot be sealed stays a journal, which is readable too. If several processes call this function at
-    once, one does the work. Raises StorageError if a folder of the trace is a link.
+    A segment that cannot be sealed stays in its journal, which can be read too. If several processes call this function
+    at once, only one of them does the work. Raises StorageError if a folder of the trace is a link.
     """
     check_no_links(folder)
     store = Store(folder)

@@ -23,7 +23,7 @@ SEAL_BYTES = 64 << 20
 
 
 class HeldRows:
-    """Keeps record batches in memory, with JournalStream's interface; a killed process loses them."""
+    """Stands in for JournalStream but keeps record batches in memory, where they are lost if the process is killed."""
 
     is_synced = False
 
@@ -32,16 +32,15 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows in memory, validated as in `read_journal`."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Nothing is on disk."""
+        """Do nothing, because no rows are on disk."""
 
     def close(self) -> None:
-        """Rows are kept until they are sealed."""
+        """Do nothing, because rows are kept until they are sealed."""
 
 
 _Stream = JournalStream | HeldRows
@@ -50,7 +49,7 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions; not thread-safe.
 
-    A segment is sealed while the next one is being filled: one thread seals scores, another thread the other tables.
+    A segment is sealed while the next one is being filled: one thread seals scores, and another seals all other tables.
     `account` is called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 
@@ -68,7 +67,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Changing it needs the lock `_handover`, so that `sync` misses no row."""
+        """Streams being sealed, by journal. Changed only under the lock `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -87,12 +86,11 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time of the sealing threads."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property
     def signs(self) -> list[Any]:
-        """Changes while the sealing threads make progress."""
+        """Values that change while the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -111,7 +109,7 @@ class SegmentWriter:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Once the previous segment is sealed, start sealing the current one, and begin a new one.
+        """Wait until the previous segment is sealed, then start sealing the current one and begin a new one.
 
         Without `distributions`, captured distributions stay in the journal.
         """
@@ -131,13 +129,11 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal all rows, and wait until that is done."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
 
     def abandon(self) -> None:
-        """Close the journal after an error; its rows stay readable."""
         try:
             self._close_streams()
         except (OSError, pa.ArrowException):

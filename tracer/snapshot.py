@@ -47,8 +47,6 @@ _RESTORE = "restore the file from a copy"
 
 @dataclass(slots=True)
 class TableFile:
-    """A readable sealed file of a table."""
-
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
@@ -65,7 +63,7 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Bytes to read from each unsealed journal, by segment and table."""
+"""Number of bytes to read from each unsealed journal, by segment and table."""
 Examined = dict[str, TableFile]
 """Readable sealed files by path. Sealed files never change."""
 
@@ -76,11 +74,8 @@ class Snapshot:
     manifest: Manifest
     writers: list[WriterState] = field(default_factory=list)
     liveness: dict[str, Liveness] = field(default_factory=dict)
-    """Whether each writer may still write, by name."""
     files: dict[str, list[TableFile]] = field(default_factory=dict)
-    """Sealed files, by table."""
     journals: dict[str, pa.Table] = field(default_factory=dict)
-    """Rows that are not sealed yet, by table."""
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Pass, hash and content of each contract."""
     damaged: list[str] = field(default_factory=list)
@@ -94,18 +89,15 @@ class Snapshot:
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     """Cache of `_lacking_columns`, by table and by id() of a schema in the index."""
     _seen: set[str] = field(default_factory=set)
-    """Paths of all files in the tables' folders."""
     _suspects: set[str] = field(default_factory=set)
     """Writers whose files do not match their state, perhaps because it has changed since it was read."""
 
     @property
     def is_live(self) -> bool:
-        """True if a writer may still add to the trace."""
         return any(found.is_alive for found in self.liveness.values())
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """SealedFiles of all valid files, by path."""
         found: dict[str, SealedFile] = {}
         for state in self.writers:
             found |= {} if state.is_removed else state.files
@@ -128,7 +120,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     for _ in range(_MAX_TRIES):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
-            with collector_paused():  # it would scan the objects of tens of thousands of files over and over
+            with collector_paused():  # otherwise it would scan tens of thousands of objects over and over
                 _read_all(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
@@ -201,7 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Files whose writer's state is missing are added to `lost`."""
+    """Adds files whose writer's state is missing to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -222,9 +214,8 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         record = state.files.get(relative)
         if record is None:
-            if table not in journals.get(
-                segment, ()
-            ):  # else the writer was killed while sealing, and the journal counts
+            # Otherwise the writer was killed while sealing, and the rows are read from the journal.
+            if table not in journals.get(segment, ()):
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
                     f"{store.shown(relative)}: is not listed in its writer's state, so its rows are ignored; remove it"
@@ -281,7 +272,7 @@ def _open_now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table
 
 
 def _open_on_demand(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile | None:
-    """The footer is read when it is needed. Returns None if the file is not in the index."""
+    """Open a file whose footer is read only when needed; None if the file is not in the index."""
     known = snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record.num_rows is None:
         return None
@@ -308,7 +299,6 @@ def _read_checksums(
 
 
 def _cached_lacking(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
-    """Most files share a schema."""
     key = spec.name, id(schema)
     if key not in snapshot._lacking:
         snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
@@ -323,7 +313,7 @@ def _check_footer(footer: ParquetFooter, relative: str, where: str, record: Seal
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that an older release did not write. Raises DamagedTrace if any others do not match."""
+    """Return the columns that an older release did not write. Raises DamagedTrace for any other mismatch."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -332,7 +322,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
         raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}; {_RESTORE}")
     wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
     if wrong:
-        raise DamagedTrace(f"{where}: has columns of other types: {', '.join(wrong)}; {_RESTORE}")
+        raise DamagedTrace(f"{where}: has columns of unexpected types: {', '.join(wrong)}; {_RESTORE}")
     return lacking
 
 
@@ -379,7 +369,6 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """Describe an incomplete record at the end of a closed journal."""
     return (
         f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
         "everything before them is read"

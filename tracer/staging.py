@@ -27,7 +27,6 @@ def _is_of_torch(kind: Any) -> bool:
 
 
 def on_device(value: Any) -> bool:
-    """Return True for a tensor outside host memory."""
     return is_tensor(value) and not value.is_cpu
 
 
@@ -63,8 +62,8 @@ def stage(value: Any) -> Callable[[], Any]:
     """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
     A CUDA tensor is cloned on the device, in the caller's stream, then copied to the host on a separate stream. The
-    caller may change the tensor at once, and only the thread that calls the function waits. Other values are copied
-    immediately.
+    caller may change the tensor immediately; only the thread that calls the returned function waits. Other values are
+    copied immediately.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -105,7 +104,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
             if room is None:
                 return given.cpu()
             room.view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
-            # Keeps the allocator from reusing the clone's memory before the transfer is done.
+            # Keep the allocator from reusing the clone's memory before the transfer is done.
             given.record_stream(side)
             done.record(side)
         return room.view(given.dtype).view(given.shape)
@@ -123,7 +122,10 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated only once, since allocation may block; reused when all pieces have been returned."""
+    """A pinned buffer that is allocated only once, because allocation may block.
+
+    The buffer is reused once all of its pieces have been returned.
+    """
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -132,7 +134,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer, or None if none is free; the thread that needs the values then copies them."""
+        """Return a piece of the buffer, or None if there is no room; the values are then copied without the buffer."""
         import torch
 
         with self._lock:
@@ -157,8 +159,6 @@ def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
 
 
 class Staged:
-    """Values handed to the writing thread, possibly still being copied from a device."""
-
     def __init__(self, what: str, **values: Any):
         """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are split over processes."""
         self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}
@@ -174,7 +174,6 @@ class Staged:
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
-        """Return the values on the host, after waiting for their copies."""
         if self._waiting is None:
             return self._values
         return {name: wait() for name, wait in self._waiting.items()}

@@ -32,18 +32,17 @@ from ..schemas.layout import (
 )  # fmt: skip
 
 _LISTED_RECURSIVELY = (PASSES, TOKENIZER)
-"""These folders contain few files."""
+"""Folders whose whole tree is listed at once, because they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size of a single read, since the system allocates as much as is requested."""
+"""Maximum size of a single read, because the system allocates as much as is requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore give 4 attempts of 15 s."""
+"""Number of tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore make 4 attempts of 15 s."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system of a URL and the path on it. Raises StorageError."""
     try:
         is_s3 = url.startswith(("s3://", "s3a://"))
         filesystem, path = fsspec.core.url_to_fs(url, **(_BOTO_TRIES if is_s3 else {}))
@@ -61,8 +60,6 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class _RemoteFileSystem:
-    """Converts the errors of a remote file system's library to StorageError."""
-
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
 
@@ -141,7 +138,6 @@ class Store:
         return f"{self.root}/{relative}"
 
     def shown(self, relative: str) -> str:
-        """Return a path for messages."""
         return f"{self.url.rstrip('/')}/{relative}"
 
     @cached_property
@@ -149,7 +145,7 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Like `path`. Raises DamagedTrace for a link out of the folder."""
+        """Like `path`, but raises DamagedTrace for a link that leads out of the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
@@ -199,7 +195,6 @@ class Store:
 
     @contextmanager
     def _irregular_is_damage(self, relative: str) -> Iterator[None]:
-        """Raise DamagedTrace for a socket or a circular link."""
         try:
             yield
         except OSError as error:
@@ -227,7 +222,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """S3 and compatible storage list the MD5 of small files."""
+        """S3 and compatible stores list the MD5 of small files as their ETag."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -240,17 +235,17 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return finished files directly in a folder with their sizes in bytes, by name; empty if it is missing."""
+        """Return the sizes in bytes of finished files directly in a folder, by name; empty if the folder is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of finished folders directly in a folder; empty if it is missing."""
+        """Return the names of finished folders directly in a folder; empty if that folder is missing."""
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Return the folders of traces that a local trace replaces, newest last."""
+        """Return the folders of traces that were being replaced by this local trace, newest last."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -263,11 +258,10 @@ class Store:
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Add up the sizes in bytes of all files below a folder."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """Return finished files below a folder with their sizes in bytes, by path. Follows no links to folders."""
+        """Return the sizes in bytes of all finished files below a folder, by path. Does not follow links to folders."""
         found: dict[str, int] = {}
         if not self.is_local:  # one request lists the whole folder
             base = self.path(folder)
@@ -293,14 +287,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a link out of the trace; None for any other path, even if it is missing."""
+        """Return the target of a link that leads out of the trace; None for any other path, even if it is missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Look for a link or `..` in a path below the trace; ten times faster than resolving it."""
+        """Look for a link or `..` in a path below the trace, ten times faster than by resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -325,7 +319,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """A link to a file has the target's size; links to folders are skipped."""
+        """For a link to a file, yields the target's size; skips links to folders."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -374,7 +368,8 @@ class Store:
     ) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; also return a sentence for each one that cannot be read.
 
-        `manifest` is given if already read; `known_state` is `Index.state`, which knows the unchanged states.
+        Pass `manifest` if it has already been read. `known_state` is `Index.state`, which returns states that have not
+        changed since they were indexed.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -415,7 +410,6 @@ class Store:
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Read small files of a folder, in parallel on object storage, skipping unreadable ones."""
         if not names:
             return {}
         if self.is_local:
@@ -452,7 +446,6 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state, from `content` if already read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)
@@ -491,5 +484,4 @@ def too_large(size: int, times: int = 2) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten another library's error to its first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

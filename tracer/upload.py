@@ -1,4 +1,4 @@
-"""Upload a trace to object storage: each file once, then the writers' states that list them, and last the manifest.
+"""Upload a trace to object storage: each file once, then the writers' states that list them, and the manifest last.
 
 A recording to a URL is uploaded from the user's cache folder.
 """
@@ -92,7 +92,6 @@ class Upload:
             self._sent[MANIFEST] = 1
 
     def send_index(self) -> None:
-        """Upload an index of the uploaded files, replacing the previous one."""
         write_index(self.folder)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
@@ -107,11 +106,13 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True once the number of files has grown by _GROWTH since the last index; this bounds the cost of indexing."""
+        """True once the number of files has grown by the factor _GROWTH since the last index, which limits the cost of
+        indexing.
+        """
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove files that killed processes left in a folder at the URL: all but `names`."""
+        """Remove all files but `names` from a folder at the URL; they were left by killed processes."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -121,7 +122,6 @@ class Upload:
             self._store.filesystem.rm_file(self._store.path(path))
 
     def put(self, path: str, content: bytes | None = None, *, tries: int = _TRIES) -> None:
-        """Upload a file, or `content` as that file. Raises StorageError after `tries` attempts."""
         from fsspec.callbacks import Callback
 
         target, filesystem = self._store.path(path), self._store.filesystem
@@ -151,7 +151,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Strip a writer's state of its journals; also return the partly sealed files that it then leaves out."""
+    """Remove journals and partly sealed files from a writer's state; also return the paths of those files."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()
@@ -164,7 +164,7 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
 
 
 _QUIET_S = 5.0
-"""The final upload prints a message once it has taken this long."""
+"""Duration of the final upload after which a message is printed."""
 
 
 def cache_folder(url: str) -> Path:
@@ -179,8 +179,6 @@ def forget(folder: str | os.PathLike[str], url: str) -> None:
 
 
 class Sender:
-    """Uploads a recording to a URL from its cache folder."""
-
     def __init__(self, url: str, *, max_wait: float = MAX_WAIT_S):
         """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording."""
         self.url, self._max_wait = url, max_wait
@@ -197,7 +195,6 @@ class Sender:
 
     @property
     def remedy(self) -> str:
-        """Command that uploads the remaining files."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
@@ -214,7 +211,6 @@ class Sender:
         return Worker(max_bytes=0, patience=Patience("", self._max_wait), **options)
 
     def _end(self, worker: Worker) -> None:
-        """Wait for the upload thread to end, up to `max_wait` seconds without progress."""
         text = f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"
         note = Timer(_QUIET_S, say, [text])
         note.daemon = True
@@ -240,7 +236,7 @@ class Sender:
     def finish(self) -> None:
         """Upload the remaining files, and remove the cache folder.
 
-        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError raised.
+        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError is raised.
         """
         error: BaseException | None = None
         if not self._is_stuck:

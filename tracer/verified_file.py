@@ -15,16 +15,16 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Cache for blocks read from object storage, per process; consecutive reads are often adjacent."""
+"""Size of each process's cache of blocks from object storage. Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
-"""Arrow reads this many bytes at a file's end to find the footer; DuckDB reads 16 KiB."""
+"""Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests for exact ranges of a file on object storage; later ones read further ahead each time."""
+"""Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
-"""Reads up to this size run one at a time for each file."""
+"""Reads of the same file up to this size run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Blocks of larger reads are not cached."""
+"""Maximum size of a read whose blocks are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class FileChecksums:
     """One checksum per block, DIGEST_BYTES each."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Number of bytes at the file's end that belong to no block."""
+    """Number of bytes at the file's end that do not belong to any block."""
     tail_hash: str = ""
     tail: bytes | None = None
     """Content of the tail, if already read."""
@@ -56,7 +56,6 @@ class VerifiedFile:
         self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
         self.error: DamagedTrace | QueryFailed | None = None
-        """Error of the first failed read, or None."""
         self._lock, self._alone = threading.Lock(), threading.Lock()
         if isinstance(checksums, FileChecksums):
             self._set_checksums(checksums)
@@ -109,7 +108,6 @@ class VerifiedFile:
 
     @property
     def shown_bytes(self) -> int:
-        """Size of the file as FileCursor shows it."""
         return self.num_bytes + self._gap
 
     @property
@@ -121,7 +119,7 @@ class VerifiedFile:
         """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
 
         Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
-        offset from the start. Thanks to the gap, the extra bytes cost no request.
+        offset from the start. The gap absorbs the extra bytes, so that they cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -185,7 +183,10 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum size of the next request: a scan of one column reads a little of every row group."""
+        """Return the minimum size of the next request.
+
+        It grows with each request, because a scan of one column reads a little of every row group.
+        """
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -228,8 +229,6 @@ class VerifiedFile:
 
 
 class _BlockCache:
-    """Drops the least recently used blocks first."""
-
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()
         self._num_bytes = 0

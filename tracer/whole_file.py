@@ -17,7 +17,7 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""A temporary state file up to this age is kept; its writer moves it into place within this time."""
+"""Maximum age of a temporary state file that is kept; its writer moves it into place within this time."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -27,7 +27,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_part(folder: Path, relative: str, content: bytes) -> None:
-    """Like `write_whole`, but for a file inside a trace. Raises FileNotFoundError if its folder was removed."""
+    """Like `write_whole`, but for a file inside a trace. Raises FileNotFoundError if the trace was removed."""
     with trace_file(folder, relative) as temporary:
         temporary.write_bytes(content)
 
@@ -40,7 +40,7 @@ def write_once(path: Path, content: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # no hard links here: if several processes write the same file, the last one wins
+    except OSError:  # without hard links, the last of several processes that write the file wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -62,7 +62,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """Like `whole_file`, in a trace. Raises FileNotFoundError if its folder was removed, StorageError for a link."""
+    """Like `whole_file`, but for a file inside a trace.
+
+    Raises FileNotFoundError if the trace was removed, and StorageError if a folder on the path is a link.
+    """
     check_there(folder)
     check_inside(folder, relative)
     with whole_file(folder / relative) as temporary:
@@ -71,7 +74,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield a temporary path in a folder of a trace; the caller moves the file to a name derived from its content."""
+    """Yield a temporary path in a folder of a trace. The caller moves the file to a name derived from its content."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
@@ -83,7 +86,6 @@ def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def check_there(folder: Path) -> None:
-    """Raise FileNotFoundError if a trace's folder was removed during the recording."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
 
@@ -98,7 +100,6 @@ def check_inside(folder: Path, relative: str) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raise StorageError if any folder of a trace is a symbolic link."""
     for base, names, _ in os.walk(folder):
         for name in names:
             if os.path.islink(os.path.join(base, name)):
@@ -121,9 +122,10 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove killed writers' temporary files, but not whole traces. Call it only if no writer of the trace is alive.
+    """Remove the temporary files of killed writers. Call this only if no writer of the trace is alive.
 
-    Recent state files are kept, since their writers may be about to move them into place.
+    Traces that are being written or replaced are kept. So are recent state files, because their writers may be about to
+    move them into place.
     """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
@@ -155,7 +157,7 @@ LOCK = f"{BUILT_PREFIX}{'0' * 32}"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, waiting for other processes first; without file locks, warn and continue.
+    """Lock a folder for the block, waiting for other processes first; if locks are not supported, warn and continue.
 
     Yields False if the previous holder removed the folder. Raises FileNotFoundError if it was missing from the start.
     """
@@ -175,7 +177,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds the lock of `alone` on a folder; False if the file system has no locks."""
+    """Return True if a process holds a folder's lock (see `alone`); False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)

@@ -22,11 +22,11 @@ _Given = TypeVar("_Given")
 _TASK_BYTES = 16 << 10
 """Fixed cost of a task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant with which earlier tasks lose weight in the estimated throughput, in seconds of work."""
+"""Time constant with which older tasks lose weight in the estimated throughput, in seconds of work."""
 _FIRST_PACE = 64 << 20
 """Throughput assumed before any task has finished, in bytes per second."""
 _SHARE = 0.75
-"""Share of the maximum wait that queued work may take. The rest is a margin, since tasks vary."""
+"""Share of the maximum wait that queued work may take. The rest is a margin, because task durations vary."""
 _LOOKS_EVERY_S = 0.01
 """How often a waiting caller checks `is_behind`."""
 
@@ -61,7 +61,6 @@ class Worker:
         self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
-        """Held while a task runs."""
         self._thread = threading.Thread(target=self._run, name="tim-trace", daemon=True)
         self._thread.start()
         _workers.add(self)
@@ -69,7 +68,8 @@ class Worker:
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
         """Queue a task as soon as there is room. A task larger than the queue is queued alone.
 
-        `ready` waits, on the worker's thread, for the device that computes the task's data; this wait is not disk time.
+        `ready` waits, on the worker's thread, for the device that computes the task's data. This wait does not count as
+        disk time.
         """
         with self._changed:
             if self._full(num_bytes):
@@ -83,18 +83,16 @@ class Worker:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time of the worker's thread."""
         return time.thread_time() if threading.current_thread() is self._thread else self._cpu_s
 
     @property
     def is_busy(self) -> bool:
-        """True if a task is queued or running."""
         with self._changed:
             return bool(self._tasks) or self._busy
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Changes while the worker's thread makes progress: number of finished tasks, and CPU time."""
+        """Values that change while the worker's thread makes progress: the number of finished tasks, and CPU times."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
         # schedstat is in nanoseconds, but some kernels lack it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
@@ -103,12 +101,12 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait. With `signs`, wait only while they change."""
+        """Wait until every queued task has run, and count the wait. With `signs`, give up if they stop changing."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Call a function on the worker's thread, giving up if it stalls. Return its result or raise its error."""
+        """Call a function on the worker's thread, and return its result or raise its error. Gives up if it stalls."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -117,7 +115,6 @@ class Worker:
         return given[0]
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Run all queued tasks and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -126,7 +123,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Drop queued tasks. `last` runs instead if the current task ever ends."""
+        """Drop all queued tasks. If the current task ever ends, `last` runs after it."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True
@@ -220,8 +217,6 @@ def run_within(
 
 
 class _Pace:
-    """Estimates how long tasks will take, from the most recent ones."""
-
     def __init__(self) -> None:
         self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
 
@@ -234,8 +229,8 @@ class _Pace:
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# If a task held a library's lock during a fork, such as one of Arrow's, the child could never release it. So forks wait
-# until no task is running.
+# If a task held a lock of a library such as Arrow during a fork, the child process could never release it. Forks
+# therefore wait until no task is running.
 
 _FORK_WAITS_S = 10.0
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

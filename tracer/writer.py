@@ -30,11 +30,11 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""The training thread waits while more than this is queued."""
+"""Size of queued data above which the training thread waits."""
 QUEUE_S = 1.0
-"""The training thread waits while queued data is older than this."""
+"""Age of queued data above which the training thread waits."""
 RESERVE_BYTES = 64 << 10
-"""Disk space set aside for a state that reports a full disk."""
+"""Disk space set aside so that a full disk can still be reported in the writer's state."""
 
 
 class Part(StrEnum):
@@ -65,9 +65,9 @@ class TraceWriter:
     ):  # fmt: skip
         """`attempt` is None outside training.
 
-        Without `journals`, as for imports, nothing survives a kill: the folder becomes a trace only at the end. The
-        state is then saved only at the start and the end, without library versions, and `check` raises the error that
-        stopped the writer.
+        Without `journals`, as for imports, nothing survives if the process is killed: the folder becomes a trace only
+        at the end. The state is then saved only at the start and the end, without library versions, and `check` raises
+        the error that stopped the writer.
         """
         self.folder = folder
         rank = environment.rank()
@@ -90,9 +90,8 @@ class TraceWriter:
         self._ended_parts: set[str] = set()
         self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
         self.has_stalled = False
-        """True if recording stopped because the file system did not respond."""
         self._beside: threading.Thread | None = None
-        """Saves the state while the writing thread cannot."""
+        """Thread that saves the state while the writing thread cannot."""
         if journals:
             check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
             self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Run a task on the writing thread, after `ready`, once there is room. Raises earlier tasks' InvalidRecord."""
+        """Queue a task for the writing thread, to run after `ready`. Raises the InvalidRecord of an earlier task."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"
@@ -120,7 +119,6 @@ class TraceWriter:
                 self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
-        """Raise an earlier task's InvalidRecord, once."""
         if self._invalid is not None:
             error, self._invalid = self._invalid, None
             raise error
@@ -142,7 +140,7 @@ class TraceWriter:
         return None
 
     def end(self, part: Part, error: BaseException) -> None:
-        """End one part of the recording, and say so once."""
+        """End one part of the recording, and report that once."""
         if part in self._ended_parts:
             return
         self._ended_parts.add(part)
@@ -151,7 +149,7 @@ class TraceWriter:
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """Note something that is not recorded."""
+        """List something in the state as not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
@@ -161,7 +159,6 @@ class TraceWriter:
         self.segments.append(table, BUILDERS[table].batch(known | dict(columns), rows))
 
     def contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract if it is new, and return its hash."""
         digest = contract_hash(contract)
         if (pass_name, digest) not in self._contracts:
             self._contracts.add((pass_name, digest))
@@ -171,7 +168,7 @@ class TraceWriter:
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Record a version's weights, a state_dict, once. Raises InvalidRecord for unsupported dtypes."""
+        """Record a version's state_dict once. Raises InvalidRecord for unsupported dtypes."""
         if self.is_open:
             self.part(Part.WEIGHTS, self._keep_weights, version, tensors)
 
@@ -185,7 +182,6 @@ class TraceWriter:
         self._check_weights()
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Record a transformers tokenizer, unless the trace already has one."""
         if self.is_open:
             with self._bounded():
                 run_within(self.patience, partial(self._keep_tokenizer, tokenizer))
@@ -203,8 +199,8 @@ class TraceWriter:
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is written; with `sync`, until it is on disk.
 
-        Without `weights`, weight versions may still be queued. Returns False, and says so again, if recording has
-        stopped. Raises InvalidRecord if a task found contradictory values.
+        Without `weights`, weight versions may still be queued. If recording has stopped, prints that again and returns
+        False. Raises InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
             if weights and self._weights is not None:
@@ -221,7 +217,7 @@ class TraceWriter:
     ) -> None:  # fmt: skip
         """List `files` in the state, add the journal `begun`, and drop the journal `ended`, which has been sealed.
 
-        Without `saves`, the state is saved with the next journal or segment. With `sync`, the files are flushed to
+        Without `saves`, the state is saved only with the next journal or segment. With `sync`, the files are flushed to
         disk.
         """
         with self._saving:
@@ -246,9 +242,9 @@ class TraceWriter:
     def close(self, *, at_exit: bool = False) -> bool:
         """Write and seal queued records, and mark the writer closed; does nothing in a forked child.
 
-        At interpreter exit, distributions stay in the journal, since Zarr can no longer start threads; readers use the
-        journal, and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False, and says so
-        again, if recording has stopped.
+        At interpreter exit, distributions stay in the journal, because Zarr can no longer start threads. They can be
+        read from there, and `tim-trace record` seals them. Waits as long as writing makes progress. If recording has
+        stopped, prints that again and returns False.
         """
         if self.state.pid != os.getpid():
             return True
@@ -264,7 +260,6 @@ class TraceWriter:
         return self._is_whole()
 
     def check(self, where: str) -> None:
-        """Raise ImportFailed if writing has failed."""
         if self.state.state == FAILED:
             reason = " ".join(str(self.state.error).split())
             raise ImportFailed(f"{where}: could not be written ({reason})") from self._failure
@@ -338,7 +333,7 @@ class TraceWriter:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """Called on the thread whose wait timed out: end recording, and abandon running tasks."""
+        """Called on the thread whose wait timed out: end the recording, and abandon running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -348,7 +343,7 @@ class TraceWriter:
         self._save_beside()
 
     def _finish_abandoned(self) -> None:
-        """Called if the file system recovers."""
+        """Called if the file system responds again."""
         self.segments.abandon()
         self._end()
 

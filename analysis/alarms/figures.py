@@ -18,7 +18,7 @@ from ..facts.series import KINDS, MISMATCH, Series
 from ..statistics.estimators import Array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
-from ..trace.pair_sums import BATCH_ROWS
+from ..trace.pair_sums import BATCH_ROWS, COUNTS, SUM_EXP_ABS_D, finite, pair_sums
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
@@ -28,11 +28,11 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that have no recorded series and are computed from tokens."""
+"""Metrics that are computed from tokens because no series of them is recorded."""
+NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
+"""Sums of each sequence that OF_TOKENS and NOT_FINITE are computed from."""
 NOT_FINITE = "num_not_finite"
-"""Metric: tokens in the loss, per step, whose logprob in either pass is NaN or infinite."""
-_LARGEST = 700.0
-"""Largest |d| for which exp(|d|) fits a double, with some margin."""
+"""Metric: number of tokens in the loss per step with a NaN or infinite logprob in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
@@ -40,31 +40,28 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
-    steps_N, num_N, lost_N, prob_N, exp_N = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    steps_N, *columns = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    return token_figures(steps_N, dict(zip(NEEDED_SUMS, columns, strict=True)))
+
+
+def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
+    """Return the figures of `read_token_figures` from the steps of N sequences and their sums, those in NEEDED_SUMS."""
     every, place_N = np.unique(steps_N, return_inverse=True)
+    lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
-    full_N = num_N > 0
+    full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(steps_N[full_N], return_inverse=True)
     if not len(steps):
         return lost
-    n, prob, exp = (np.bincount(place_N, values[full_N], minlength=len(steps)) for values in (num_N, prob_N, exp_N))
-    return lost | dict(zip(OF_TOKENS, ((steps, prob / n), (steps, exp / n)), strict=True))
+    n, *totals = (
+        np.bincount(place_N, sums[name][full_N], len(steps)) for name in ("num_tokens", "sum_prob_diff", SUM_EXP_ABS_D)
+    )
+    return lost | {name: (steps, total / n) for name, total in zip(OF_TOKENS, totals, strict=True)}
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays: step, finite tokens, other tokens, and the sums of OF_TOKENS."""
-    tokens = tokens_of_rows(rows, ("a", "b"))
-    tokens = tokens.where(tokens.counted_T)
-    a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
-    counted_N = tokens.lengths_N
-    tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
-    a_T, b_T = (tokens.logprobs[name].astype(np.float64) for name in ("a", "b"))
-    num = len(tokens.lengths_N)
-    sums = (np.abs(np.exp(a_T) - np.exp(b_T)), np.exp(np.minimum(np.abs(a_T - b_T), _LARGEST)))
-    return (
-        array_of(rows.column("step")), tokens.lengths_N, counted_N - tokens.lengths_N,
-        *(np.bincount(tokens.sequence_T, values_T, minlength=num) for values_T in sums),
-    )  # fmt: skip
+    sums = pair_sums(finite(tokens_of_rows(rows, ("a", "b"))), NEEDED_SUMS)
+    return array_of(rows.column("step")), *sums.values()
 
 
 UNEQUAL_REWARDS = "unequal_rewards"

@@ -1,6 +1,7 @@
 """Published alert levels, and the evaluation of every alert rule at every step of a run.
 
-Published levels apply to a single training step, as frameworks log it: one step beyond the level makes the alert fire.
+Published levels apply to the value that a framework logs at a single step, so one step beyond the level makes an alert
+fire.
 
 Shapes: n steps with a value.
 """
@@ -42,8 +43,6 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published alert level, or one of tim-trace's own rules."""
-
     who: str
     """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
@@ -69,7 +68,7 @@ class Alarm:
 
     @property
     def gate(self) -> str | None:
-        """The same level as a condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
+        """The equivalent condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
         metric = f"|{self.metric}|" if self.of_size else self.metric
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 
@@ -89,7 +88,7 @@ ALARMS = (
     ),
     Alarm(
         who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
-        summary="few tokens carry most of the weight", source="verl docs, rollout correction",
+        summary="a few tokens have most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
@@ -143,7 +142,6 @@ class AlarmReading:
     own: float | None
     """The metric's value at `worst_step`; None if the rule has no single value."""
     is_raised: bool
-    """True if the alert fires at any step."""
     worst_step: int | None
     """Step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
     first_step: int | None = None
@@ -157,15 +155,13 @@ class AlarmReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReadings:
-    """All alert rules, evaluated over a run."""
-
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
     """Published rules whose metric the trace lacks."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Rules that fire, by the first step at which they do."""
+        """Rules that fire, ordered by the first step at which they fire."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
@@ -214,12 +210,12 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Evaluate tim-trace's own four rules at the steps `at`; they also use earlier steps."""
+    """Evaluate tim-trace's own four rules at the steps `at`. The rules also use earlier steps."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm divided by its median over the 20 steps before",
+        (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:
@@ -273,10 +269,13 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))
 
 
-def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run."""
+def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
+    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run.
+
+    `of_tokens` are the results of `read_token_figures`; if None, they are read.
+    """
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())
-    series, of_tokens = read_series(database, pair=pair), read_token_figures(database, pair, run)
-    return judge_alarms(series, repeats, of_tokens, read_series(whole, pair=pair))
+    of_tokens = read_token_figures(database, pair, run) if of_tokens is None else of_tokens
+    return judge_alarms(read_series(database, pair=pair), repeats, of_tokens, read_series(whole, pair=pair))

@@ -1,4 +1,4 @@
-"""The share of repeated responses that got a different reward."""
+"""Share of repeated responses that received a different reward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Steps over which the share is computed."""
+"""Number of steps over which the share is computed."""
 FEWEST = 20
-"""Repeated responses needed in a window; with fewer, the share is 0."""
+"""Minimum number of repeated responses in a window; if there are fewer, the share is reported as 0."""
 
 
 class Repeats:
@@ -26,7 +26,7 @@ class Repeats:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of the open steps; what was kept of `steps` is replaced."""
+        """Read the responses of the open steps, after discarding what was stored for `steps`."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -50,11 +50,11 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, per step, the share of repeated responses with a different reward than the previous identical response.
+    """Return, per step, the share of repeated responses whose reward differs from that of the previous occurrence.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
-    hash of prompt and response. The shares cover the WINDOW steps up to each step; 0 with fewer than FEWEST repeated
-    responses.
+    hash of prompt and response. Each share covers the WINDOW steps up to its step, and is 0 if they have fewer than
+    FEWEST repeated responses.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

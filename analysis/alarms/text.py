@@ -1,5 +1,3 @@
-"""Render alert rules and their readings as text."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

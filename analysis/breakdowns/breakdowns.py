@@ -106,7 +106,7 @@ def _literal(number: float) -> str:
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Reach of the d axis, nats, if every d is 0."""
+"""Half the width of the d axis, nats, if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -129,16 +129,13 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The mismatch along one axis, per non-empty bin."""
+    """The mismatch along one axis, as [B] arrays: number of tokens, mean |d| and rms of d (nats) in each bin."""
 
     start: Array
-    """[B] lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
+    """Lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
     num: np.ndarray
-    """[B] int64, number of tokens."""
     mean_abs_d: Array
-    """[B] mean of |d|, nats."""
     rms_d: Array
-    """[B] root mean square of d, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +143,11 @@ class Breakdowns:
     """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
 
     num_tokens: int
-    """Tokens read that count in the loss and have finite logprobs in both passes."""
+    """Number of tokens read that are in the loss and have finite logprobs in both passes."""
     num_recorded_tokens: int
-    """Response tokens in the whole run."""
+    """Number of response tokens in the whole run."""
     how: str
-    """Sentence on which tokens were read."""
+    """A sentence that says which tokens were read."""
     d_edges: Array
     """[Y + 1] bin edges, nats, symmetric about 0; the first and last bins include values beyond them."""
     density: np.ndarray
@@ -168,7 +165,7 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both passes.
+    """Break down the mismatch of the first open run; None if no token in the loss is finite in both passes.
 
     Reads only the first use of each sequence (iteration 0), at up to `max_steps` steps: the `notable` ones, and others
     evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so the sample

@@ -24,7 +24,7 @@ from .data_checks import DataFinding, data_findings
 from .explain import explain
 from .finding import Broken, Finding, nobodys
 from .pair_data import FEW_TOKENS, PairData
-from .sample import Sample, read_pair_sums, read_sample
+from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +97,20 @@ def check(
         return judge(data, ":".join(names), data_findings(database, data.sample))
 
 
-def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read everything the detectors need. On a cluster, actors read the tokens.
+def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] = NEEDED_SUMS) -> PairData:
+    """Read everything the detectors need, and `sums` over all tokens. On a cluster, actors read the tokens.
 
     Raises NothingToCompare if the passes share no token.
     """
     tell_sampled(database, pair)
-    sample = _sample(database, pair)
+    sample = _sample(database, pair, sums)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
     execute, source = database.connection.execute, database.sources[0]
     contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
-        sums=_sums(database, pair), contracts={name: json.loads(text) for name, text in contracts if text},
+        sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
         passes=[name for (name,) in execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()],
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
@@ -123,8 +123,8 @@ _sums = cached(read_pair_sums)
 
 
 @cached
-def _sample(database: Database, pair: Pair) -> Sample:
-    (sample,) = spread(database, _read, [(pair, _sums(database, pair).worst_steps)])
+def _sample(database: Database, pair: Pair, sums: tuple[str, ...]) -> Sample:
+    (sample,) = spread(database, _read, [(pair, _sums(database, pair, sums).worst_steps)])
     return sample
 
 

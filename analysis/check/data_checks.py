@@ -21,7 +21,7 @@ from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
 from .features import pearson
-from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
+from .sample import MAX_READ_TOKENS, MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 from .where import part_of_rows, rank_of
 
 KINDS = {
@@ -120,20 +120,24 @@ _EXPLAINED_BY = {
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, is_cut, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, is_cut, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, coalesce(lower(finish_reason) = 'length', false) AS is_cut, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, coalesce(lower(finish_reason) = 'length', false) AS is_cut, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
     FROM sequences
 )
 ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` cover the tokens in the loss."""
+_RESPONSES = """
+SELECT step, hash(prompt_ids, response_ids) AS response, row_number() OVER () AS place FROM sequences
+WHERE {condition} ORDER BY step, place
+"""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(reward) AS highest, avg(num_response_tokens) AS length, max(abs(advantage)) AS largest FROM {rows} GROUP BY step ORDER BY step"
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
@@ -608,7 +612,13 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
     """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
-    at, reward, response = run.at, run.rows["reward"], run.rows["response"]
+    if not np.isfinite(run.rows["reward"]).any():
+        return
+    is_large = run.rows["length"].sum() > MAX_READ_TOKENS
+    condition = f"step IN ({run.inspected})" if is_large else "true"
+    read = run.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
+    inspected = np.isin(run.rows["step"], read["step"])
+    at, reward, response = run.at[inspected], run.rows["reward"][inspected], read["response"]
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]

@@ -58,9 +58,11 @@ def _sampling(data: PairData) -> dict[str, float]:
 
 
 def _tokens(data: PairData) -> dict[str, float]:
+    bigrams = data.sample.bigrams[data.keep]
+    num_repeated = data.num_kept - len(np.unique(bigrams))
     return {
         "token_score": _certainty(token_effect(data)[1]),
-        "bigram": variance_between(_moved(data), data.sample.bigrams[data.keep])[0],
+        "bigram": variance_between(_moved(data), bigrams)[0] if num_repeated >= MIN_REPEATS else 0.0,
     }
 
 
@@ -369,8 +371,8 @@ def sampled_mean(data: PairData, side: str) -> float:
 
 REASONS: dict[str, tuple[str, str]] = {
     "tail": (
-        "a few tokens are off by far more than the others (1% of them by at least {times:.2g} times the median)",
-        "all tokens are off by about the same (1% of them by at least {times:.2g} times the median)",
+        "a few tokens are off by far more than the others (1% of them by at least {times} times the median)",
+        "all tokens are off by about the same (1% of them by at least {times} times the median)",
     ),
     "near": ("{v:.0%} of the tokens are at the level of rounding", "only {v:.0%} of the tokens are at the level of rounding"),
     "correlation": ("the two sides' logprobs have a correlation of {v:.2f}", "the two sides' logprobs have a correlation of only {v:.2f}"),
@@ -405,8 +407,8 @@ MAX_DISTANCE = 4.0
 
 MAX_REASONS = 3
 """Maximum number of features given as reasons in a sentence."""
-SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
-_IMPLIED = "typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
+SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} usually gives at most {allowed:.2g}"
+_IMPLIED = "typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} usually gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,17 +482,36 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:
             above, value = numbers[f"reason_{at}_above"], float(numbers[f"reason_{at}_value"])
-            said.append(REASONS[name][0 if above else 1].format(v=value, times=np.exp(abs(value)), **numbers))
+            said.append(
+                REASONS[name][0 if above else 1].format(v=value, times=times_text(np.exp(abs(value))), **numbers)
+            )
     where = ""
     if numbers.get("feature"):
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
-        where = f"; it is {numbers['ratio']:.3g} times as large as elsewhere in {rows}, {where_text(numbers)}"
+        where = f"; it is {times_text(numbers['ratio'])} times as large as elsewhere in {rows}, {where_text(numbers)}"
     since = numbers.get("since")
     return {
-        "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
+        "dtypes": dtypes_text(numbers),
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)), "where_text": where,
         "since_text": "" if since is None else f", starting at step {since}",
     }  # fmt: skip
+
+
+def dtypes_text(numbers: Mapping[str, Any]) -> str:
+    """Name the dtypes of both sides, `dtype_a` and `dtype_b`."""
+    one, other = numbers["dtype_a"], numbers["dtype_b"]
+    if one == other:
+        return "unknown dtypes" if one is None else f"{one} on both sides"
+    return " and ".join(f"{numbers[f'dtype_{side}'] or 'an unknown dtype'} ({numbers[side]})" for side in "ab")
+
+
+def times_text(ratio: float) -> str:
+    """Return a factor with two or three digits and without an exponent.
+
+    >>> times_text(3.14159), times_text(54231.0)
+    ('3.14', '54,200')
+    """
+    return f"{float(f'{ratio:.3g}'):,.12g}"
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from ...tracer.arrow_arrays import number_array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted
-from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, finite, pair_sums
+from ..trace.pair_sums import COUNTS, finite, pair_sums
 from ..trace.ragged import array_of, counted, fitted, flat
 from ..trace.source import Pair
 from ..trace.sums import ensure
@@ -37,12 +37,12 @@ UNSAMPLED_NATS = -3.0
 MIN_UNSAMPLED_RUN = 4
 """This many unlikely tokens in a row were probably not sampled; in healthy runs, under 2% of the sequences have them.
 """
-_SUMS = (*COUNTS, *OF_DIFFERENCES)
+NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and of quantities derived from d, for R sequences; see schemas.sums."""
+    """Sums over the tokens of R sequences; see schemas.sums."""
 
     steps: np.ndarray
     """[R] step of each sequence."""
@@ -74,15 +74,18 @@ class PairSums:
         return [int(steps[values.argmax()]) for values in (squares, lost) if values.any()]
 
 
-def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. A cluster computes and stores them first."""
+def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
+    """Read the sums stored in the trace, or compute them from the tokens. A cluster computes and stores them first.
+
+    `names` are columns of schemas.sums, with those of NEEDED_SUMS first.
+    """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     has_mask = sequence_columns(database).mask
     if database.sums.covers(pair):
         counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
         kept = database.connection.execute(
-            f"SELECT step, {', '.join(f'coalesce(sums.{name}, 0) AS {name}' for name in _SUMS)}, "
+            f"SELECT step, {', '.join(f'coalesce(sums.{name}, 0) AS {name}' for name in names)}, "
             f"greatest(coalesce({counted}, num_response_tokens) - {' - '.join(COUNTS)}, 0) AS num_null "
             f"FROM sequence_sums AS sums JOIN sequences USING (run, step, seq_id) WHERE pass_a = {quoted(pair[0])} "
             f"AND pass_b = {quoted(pair[1])} AND iteration_a = 0 AND iteration_b = 0"
@@ -94,16 +97,16 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
         query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
         parts = []
         with database.progress("reading tokens", sum(tokens_by_step(database).values())) as advance:
-            for part in database.connection.mapped_batches(query, _sums_of_rows):
+            for part in database.connection.mapped_batches(query, partial(_sums_of_rows, names)):
                 advance(int(part.pop("length").sum()))
                 parts.append(part)
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return PairSums(steps=columns.pop("step"), columns=columns)
 
 
-def _sums_of_rows(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
+def _sums_of_rows(names: tuple[str, ...], rows: pa.RecordBatch) -> dict[str, np.ndarray]:
     tokens = tokens_of_rows(rows, ("a", "b"))
-    sums = pair_sums(finite(tokens), _SUMS)
+    sums = pair_sums(finite(tokens), names)
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
     counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
     sums["num_null"] = counted_N - sum(sums[name] for name in COUNTS)

@@ -202,11 +202,11 @@ def _split(
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
-    known, place = np.unique(values[there], return_inverse=True)
+    known, place = _distinct(values[there])
     if len(known) < 2:
         return None
     best = _best(np.bincount(place).astype(float), np.bincount(place, level[there]), level[there], known, name)
-    if best is None:
+    if best is None or best[0] < MIN_GAIN_NATS:
         return None
     gain, kind, chosen = best
     if kind == "one_of" and values.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
@@ -227,7 +227,7 @@ def _split(
     mean_ratio = float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12))
     ratio = float(np.exp(level[there][np.isin(place, chosen)].mean() - level[there][~np.isin(place, chosen)].mean()))
     ratio = max(ratio, mean_ratio)
-    if gain < MIN_GAIN_NATS or ratio < MIN_RATIO:
+    if ratio < MIN_RATIO:
         return None
     shown = tuple(known[i].item() for i in chosen)
     edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
@@ -235,6 +235,16 @@ def _split(
         feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio, mean_ratio=mean_ratio,
         level_outside=float(np.median(noise[outside])),
     )  # fmt: skip
+
+
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted distinct values and the index of each value among them, without sorting integers."""
+    whole = values.astype(np.int64) if values.dtype.kind in "bf" else None
+    if whole is None or not len(whole) or (whole != values).any() or np.ptp(whole) > 4 * len(whole):
+        return np.unique(values, return_inverse=True)
+    least = whole.min()
+    there = np.bincount(whole - least) > 0
+    return (np.flatnonzero(there) + least).astype(values.dtype), (np.cumsum(there) - 1)[whole - least]
 
 
 def _best(

@@ -1,5 +1,3 @@
-"""Compare two runs and find what differs first."""
-
 from __future__ import annotations
 
 import os
@@ -39,15 +37,15 @@ def compare(
 ) -> Comparison:
     """List the differences between two runs, earliest first, with the step at which each begins.
 
-    Compares settings, sampling settings and contracts (the most frequent per pass and step), and over shared steps:
+    Compares settings, sampling settings, the most frequent contract of each pass and step, and over the shared steps:
 
     - prompts, and responses to identical prompts;
     - logprobs, bit for bit, of the tokens before two responses to one prompt diverge;
     - rewards of identical responses, with a tolerance of 1e-6 of the largest reward;
     - advantages of identical responses whose groups received the same rewards in both runs;
     - policy-version lags;
-    - every series of `dynamics`: its difference is split at change points, and the first segment whose mean exceeds 4.5
-      standard errors is where the runs differ.
+    - every series of `dynamics`: the difference between the runs is split at change points, and reported from the first
+      segment whose mean exceeds 4.5 standard errors.
 
     Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
     `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not

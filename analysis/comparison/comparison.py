@@ -28,13 +28,13 @@ class RunDifference:
     name: str
     """Setting, contract field (`pass.field`), pass or series; empty for other kinds."""
     step: int
-    """First step that differs; for a series, start of the first segment that differs by more than noise."""
+    """First step at which the runs differ; for a series, start of the first segment that differs by more than noise."""
     a: Measured | None
     """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
     """For a series, the mean difference on the series' scale, in standard deviations of the difference at one step.
-    None if there is no noise, and for other kinds."""
+    None if there is no noise, and for all other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
     """Shares, counts and the largest difference, by name."""
 
@@ -51,7 +51,7 @@ class Comparison(Result):
     """Passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Steps with sequences in both runs."""
+    """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
     """Sorted by first step, then kind, and series by size."""
     same: tuple[str, ...]
@@ -82,11 +82,10 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Values by name and step; each holds until the next listed step."""
+"""Values by name and step; each applies until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield each hyperparameter that differs, at the first step where it does."""
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -110,7 +109,6 @@ def _held(values: Mapping[int, Any], step: int) -> Any:
 
 
 def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield each sampling setting that differs, at the first step where it does."""
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:

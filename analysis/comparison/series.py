@@ -25,11 +25,11 @@ from .comparison import RunDifference
 FEWEST = 3
 """Minimum number of steps to estimate the noise of a difference."""
 BEYOND_SD = 4.5
-"""Standard errors that a mean difference must exceed to count. The first step is chosen to maximise the difference; the
-threshold allows for this, with a false-positive rate below 0.5%."""
+"""Number of standard errors that a mean difference must exceed to be reported. The first step is chosen to maximise the
+difference; the threshold allows for this, with a false-positive rate below 0.5%."""
 
 LAGS = ("policy_lag", "version_lag")
-"""Series that count updates and so have no noise: any difference is reported."""
+"""Series that count updates. They have no noise, so any difference is reported."""
 
 
 def series_differences(
@@ -99,9 +99,9 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
     """Return the mean of `apart_n` in standard deviations of one step; infinity if there is no noise; None if
     insignificant.
 
-    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of a few steps follows
-    Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,
-    Annals of Mathematical Statistics 30, 1959).
+    The noise is estimated from the whole segment, or from `apart_n` if the segment is short. The mean of a few steps
+    follows Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
+    (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES
@@ -121,7 +121,6 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Yield the differences in prompts, responses, rewards and advantages over the shared steps."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)
@@ -214,7 +213,7 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Yield each pass's first and largest logprob difference, up to where two responses to one prompt diverge."""
+    """Yield each pass's first and largest logprob difference, before responses to one prompt diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

@@ -1,5 +1,3 @@
-"""Render a comparison of two runs as text."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

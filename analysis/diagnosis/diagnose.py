@@ -18,6 +18,7 @@ from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
+from ..alarms.figures import token_figures
 from ..alarms.reading import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
@@ -35,6 +36,7 @@ from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..trace.macros import quoted
+from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
 from ..trace.source import Pair
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
@@ -130,13 +132,15 @@ def diagnose(
     names = parse_pair(pair)
     database = open_database(trace, steps)
     with database.telling(progress):
-        data = gather(database, names, trace=database.given[0])
+        data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
     checked = judge(data, pair, data_findings(database, data.sample))
     sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
+    sums = data.sums
+    of_tokens = token_figures(sums.steps, sums.columns) if SUM_EXP_ABS_D in sums.columns else None
     opened_control = None if control is None else open_database(control, steps)
     attribution = explain(database, names, control=opened_control, checked=checked, progress=progress)
     with database.telling(progress):
@@ -150,9 +154,15 @@ def diagnose(
         numerics=Numerics(
             passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values)
         ),
-        size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names),
+        size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
     )  # fmt: skip
+
+
+def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
+    """Return the sums of each sequence to read; traces do not store the last one, so it is computed or omitted."""
+    stored = (*COUNTS, *OF_DIFFERENCES)
+    return stored if database.sums.covers(pair) else (*stored, SUM_EXP_ABS_D)
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
@@ -245,8 +255,8 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 def own_metrics(data: PairData) -> dict[str, float]:
     """Return the metrics over all tokens in the trace, named as in figures and alarms.
 
-    They are derived from sums, except for `mean_exp_abs_d` (token_mult_prob_error in NeMo-RL), which covers only the
-    tokens that were read individually.
+    They are derived from sums. If the trace stores the sums, `mean_exp_abs_d` (token_mult_prob_error in NeMo-RL) covers
+    only the tokens that were read individually, because it is not stored.
     """
     sums = data.sums
     if not sums.num_tokens:
@@ -255,8 +265,9 @@ def own_metrics(data: PairData) -> dict[str, float]:
     columns = addable({name: values[there].astype(np.float64) for name, values in sums.columns.items()})
     totals = {name: np.asarray(values.sum(), np.float64) for name, values in columns.items()}
     found = {name: float(FROM_SUMS[name](totals)) for name in _FROM_SUMS}
-    sampled = np.abs(data.sample.d[data.sample.compared])
-    return found | {
-        "max_abs_d": float(sums.columns["max_abs_d"].max()),
-        "mean_exp_abs_d": float(np.mean(np.exp(np.minimum(sampled, 700.0)))) if len(sampled) else float("nan"),
-    }
+    if SUM_EXP_ABS_D in sums.columns:
+        found["mean_exp_abs_d"] = float(sums.columns[SUM_EXP_ABS_D].sum() / sums.num_tokens)
+    else:
+        sampled = np.abs(data.sample.d[data.sample.compared])
+        found["mean_exp_abs_d"] = float(np.mean(np.exp(np.minimum(sampled, 700.0)))) if len(sampled) else float("nan")
+    return found | {"max_abs_d": float(sums.columns["max_abs_d"].max())}

@@ -80,7 +80,6 @@ def dynamics(
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    """Keep the changes whose intervals overlap the selected steps."""
     return {
         name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
         for name, changes in changes_of.items()
@@ -104,7 +103,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Without these series, some questions cannot be answered."""
+"""Series without which some questions cannot be answered."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -149,7 +148,7 @@ def _first(onsets: Sequence[FirstChange], num_steps: int) -> Statement:
 
 
 FEWEST_FOR_GROWTH = 8
-"""Steps needed to fit a line."""
+"""Minimum number of steps to fit a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +159,10 @@ class Growth:
     """`run` or `last third`."""
     num_steps: int
     slope: float
-    """Per step."""
+    """Change of ln k3 per step."""
     low: float
+    """Lower end of the 95% interval of the slope, which accounts for autocorrelation (docs/evidence/intervals.md)."""
     high: float
-    """End of the 95% interval of the slope, which starts at `low` and accounts for autocorrelation
-    (docs/evidence/intervals.md)."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
@@ -174,7 +172,7 @@ class Growth:
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
     """Fit the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is fitted across a jump: after one, only the steps of the last third since the last jump are fitted.
+    No line is fitted across a jump: if k3 jumps, only the steps of the last third after the last jump are fitted.
     """
     if k3 is None:
         return ()
@@ -209,15 +207,14 @@ class SeriesSummary:
     scale: str
     source: str
     num_steps: int
-    """Steps with a value."""
+    """Number of steps with a value."""
     first: float
-    """Median over the first tenth of the steps, but over at least five."""
+    """Median over the first tenth of the steps, or over the first five if there are fewer than 50."""
     last: float
-    """Median over the last tenth of the steps, but over at least five."""
+    """Median over the last tenth of the steps, or over the last five."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
-    """Steps with a NaN or infinite value."""
     changes: tuple[ChangePoint, ...]
 
 

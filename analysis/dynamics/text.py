@@ -1,5 +1,3 @@
-"""Render the dynamics of a run as text and JSON."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -49,12 +47,10 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """State what the trace cannot answer, and what to record for it."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Fill in what the sentence needs besides the values stored with its code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":

@@ -35,8 +35,6 @@ FORMATS = (PARQUET, TENSORBOARD, WANDB) = ("parquet", "tensorboard", "wandb")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported(Result):
-    """What an export wrote."""
-
     _text = "tim_trace.analysis.export.export:exported_text"
 
     format: str
@@ -44,11 +42,11 @@ class Exported(Result):
     files: tuple[str, ...]
     """File names in the folder; for wandb, the name of the run's folder."""
     num_sequences: int
-    """0 for tensorboard and wandb."""
+    """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Logged values written; for tensorboard and wandb, the per-step mismatch as well."""
+    """Number of logged values written; for tensorboard and wandb, plus the values of the per-step mismatch."""
     num_texts: int
-    """Logged text values that were left out, because tensorboard and wandb series hold only numbers."""
+    """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
 
 
 def export_run(
@@ -66,7 +64,7 @@ def export_run(
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
       settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
       logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
-      `import parquet` can read either back.
+      `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own
       name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
@@ -118,7 +116,7 @@ def exported_text(exported: Exported) -> str:
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:
-        left_out = f" (without {exported.num_texts:,} logged texts)" if exported.num_texts else ""
+        left_out = f" (without {exported.num_texts:,} logged text values)" if exported.num_texts else ""
         what = f"{exported.num_values:,} values{left_out}"
     then = {
         TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",
@@ -234,7 +232,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
 
 
 CHUNK_TOKENS = 1 << 20
-"""Prompt and response tokens to hold in memory at once; a larger step is still read whole."""
+"""Maximum number of prompt and response tokens held in memory at once, unless a single step has more."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -267,7 +265,7 @@ def passes_of(database: Database) -> list[str]:
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """`passes` maps each pass with scores to its SQL alias."""
+    """Return SQL for the sequences of some steps; `passes` maps each pass with scores to its SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]

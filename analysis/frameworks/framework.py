@@ -64,10 +64,10 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of the macros that read tokens. Their rows, with columns run, step and seq_id, suffice for
-        every metric.
+        """Return calls of the macros that read tokens, such that every metric can be computed from their rows.
 
-        Other options may need the tokens read again. A macro may use those before it.
+        The rows have columns run, step and seq_id, and are valid only for these options. A macro may use the macros
+        before it.
         """
         return ()
 
@@ -108,7 +108,6 @@ def options_of(framework: Framework) -> dict[str, Any]:
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Format values as arguments of an SQL macro."""
     return ", ".join(literal(value) for value in values)
 
 
@@ -124,11 +123,10 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read a pair's tokens once for all of a framework's metrics. Inside the context, only medians over tokens read
-    them again.
+    """Read a pair's tokens once for all of a framework's metrics, except medians over tokens, which read them again.
 
-    The rows of the macros that read tokens go into temporary tables that replace these macros. Sequences excluded by
-    `database.leave_out` are filtered out.
+    Inside the context, temporary tables with the rows of the macros that read tokens replace these macros, without the
+    sequences excluded by `database.leave_out`.
     """
     connection, kept = database.connection, list[str]()
     try:

@@ -26,10 +26,10 @@ class NemoRl(Framework):
     reference_policy_kl_type: str = option_field(
         "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
     )
-    """KL estimator of gen_kl_error and policy_kl_error."""
+    """Estimator used for gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
-    truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
-    """What happens to ratios outside the bounds; None leaves them unchanged."""
+    truncated_importance_sampling_type: str | None = option_field(None, "How to truncate ratios.", choices=TRUNCATIONS)
+    """What to do with ratios outside the bounds; None leaves them unchanged."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
     """None means 0, which only `tis` allows."""
@@ -40,11 +40,9 @@ class NemoRl(Framework):
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """None masks no sequence."""
-    ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
-    ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
+    ratio_clip_min: float = option_field(0.2, "Clamp ratios below 1 - E (0.2).", metavar="E", at_least=0)
+    ratio_clip_max: float = option_field(0.2, "Clamp ratios above 1 + E (0.2).", metavar="E", at_least=0)
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
-    """True for REINFORCE: the loss uses the logprob in place of the ratio."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"

@@ -1,23 +1,23 @@
 -- NeMo-RL 0.7.0's numbers: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
--- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
--- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
---   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is the same for each sequence with tokens.
---   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same for -d. With k1 they are means of -d and d,
---   with k2 of d^2 / 2.
---   js_divergence_error = mean of half the k3 of a against m plus half that of b, m = mean of both probabilities.
---   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, with infinities and NaN as 0; at sequence
---   level mean of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
---   micro-batch by the mask of each of its sequences. is_oob_ratio = share of tokens outside the bounds; for seq-mask-tis
---   share of sequences with exp(mean of d) outside them.
---   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), for sequences exp(mean of it),
---   with disable_ppo_ratio mean of current; probs_ratio_clamped the same, clamped to 1 - ratio_clip_min and 1 + ratio_clip_max.
---   All are NULL without the `current` pass. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and
---   logs -1 if all are; here this applies per sequence.
---   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
---   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
---   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.
--- NeMo-RL multiplies by the mask; here tokens that do not count are left out, whatever their logprob. One exception: a
--- sequence ratio is 0 if the logprob of any token, even one that does not count, is NaN or infinite (NaN * 0 is NaN, then 0).
+-- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), pass b
+-- the generation; d = a - b. Unless stated otherwise, means are over all unmasked tokens.
+--   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is computed in the same way for each sequence with tokens.
+--   gen_kl_error = mean of k3 = exp(d) - 1 - d; policy_kl_error is the same for -d. With k1, they are the means of -d and d;
+--   with k2, of d^2 / 2.
+--   js_divergence_error = mean of k3(a, m) / 2 + k3(b, m) / 2, where m is the mean of both probabilities.
+--   sampling_importance_ratio = mean of exp(d), truncated or masked according to the options, where infinities and NaN become
+--   0. At sequence level, it is the mean of exp(sum of d) over all sequences, times train_micro_batch_size, because NeMo-RL
+--   multiplies the weights of a micro-batch by the mask of each of its sequences.
+--   is_oob_ratio = share of tokens outside the bounds; for seq-mask-tis, share of sequences with exp(mean of d) outside them.
+--   approx_entropy = -mean(exp(current - b) * current). probs_ratio = mean of exp(current - a); at sequence level, of exp(mean
+--   of current - a); with disable_ppo_ratio, of current. probs_ratio_clamped is the same, clamped to 1 - ratio_clip_min and
+--   1 + ratio_clip_max. All of these are NULL without the `current` pass. For the smallest and largest ratio, NeMo-RL ignores
+--   micro-batches in which it is infinite, and logs -1 if none is left; here, this applies to sequences.
+--   With seq_logprob_error_threshold, sequences with a larger seq_mult_prob_error are masked and excluded from all other
+--   numbers. num_masked_seqs_by_logprob_error (num_masked_seqs in the function) is their number, masked_correct_pct the share
+--   of them with a reward of 1. *_seq_mult_prob_error_after_mask are over the remaining sequences, 0 if there are none.
+-- NeMo-RL multiplies by the mask; here, masked tokens are left out, whatever their logprob. One exception: a sequence ratio is
+-- 0 if the logprob of any token, even a masked one, is NaN or infinite (NaN * 0 is NaN, which NeMo-RL then replaces by 0).
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
@@ -25,7 +25,7 @@ CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- exp(x), 0 if not finite.
+-- exp(x), or 0 if that is not finite.
 CREATE OR REPLACE MACRO nemo_rl_ratio(x) AS CASE WHEN isfinite(exp(x)) THEN exp(x) ELSE 0.0 END;
 
 -- log((exp(x) + exp(y)) / 2), computed from the larger to avoid overflow.
@@ -75,7 +75,7 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
--- nemo_rl_masked(...): the masked sequences; none without a threshold.
+-- nemo_rl_masked(...): sequences masked by the threshold; empty without one.
 CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
     SELECT run, step, seq_id
     FROM nemo_rl_tokens(a, b)
@@ -83,7 +83,7 @@ CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
     GROUP BY run, step, seq_id, iteration_a, iteration_b
     HAVING NOT (sum(exp(abs(d))) / count(*) <= threshold) OR isnan(sum(exp(abs(d))));
 
--- nemo_rl_ratios(...): per-sequence statistics of the loss's ratios.
+-- nemo_rl_ratios(...): per-sequence statistics of the ratios in the loss.
 CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold) AS TABLE
     SELECT run, step, seq_id, num_tokens,
            CASE WHEN of_sequences AND NOT disabled THEN num_tokens * exp(mean_d) ELSE sum_ratio END AS sum_ratio,
@@ -146,7 +146,7 @@ CREATE OR REPLACE MACRO nemo_rl_numbers(
                    AS is_oob_ratio,
                torch_max(mean_mult) AS max_seq_mult_prob_error, avg(mean_mult) AS mean_seq_mult_prob_error,
                torch_min(mean_mult) AS min_seq_mult_prob_error,
-               -- Sequences kept under a threshold have a finite error.
+               -- A sequence that a threshold keeps has a finite error.
                CASE WHEN threshold IS NULL THEN torch_max(mean_mult) ELSE coalesce(max(mean_mult) FILTER (is_kept), 0.0) END
                    AS max_seq_mult_prob_error_after_mask,
                CASE WHEN threshold IS NULL THEN avg(mean_mult) ELSE coalesce(avg(mean_mult) FILTER (is_kept), 0.0) END

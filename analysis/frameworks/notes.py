@@ -1,4 +1,4 @@
-"""Caveats on a framework's metrics for a trace."""
+"""Caveats on a framework's metrics that depend on the trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Note which runs lack a pass or its `column`, so that these metrics are NULL; empty if none does."""
+    """Return a note on the runs in which metrics are NULL because a pass or its `column` is missing; may be empty."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -49,10 +49,10 @@ def masked_out(
     database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
-    """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask; empty if there are none.
+    """Return a note on non-finite logprobs of masked tokens, for frameworks that multiply by the mask; may be empty.
 
-    NaN * 0 and inf * 0 are NaN, and so are the framework's sums; tim-trace leaves these tokens out. With `rejects`, the
-    options may mask any token, so all tokens are searched. `effect` says what this does to the metrics.
+    Because NaN * 0 and inf * 0 are NaN, such a token makes the framework's sums NaN; tim-trace leaves it out. With
+    `rejects`, the options may mask any token, so all tokens are searched. `effect` is what happens to the metrics.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -62,7 +62,7 @@ def masked_out(
     ((num_logprobs, num_steps),) = database.connection.execute(query).fetchall()
     if not num_logprobs:
         return []
-    which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
+    which = "tokens that are masked or may be rejected" if rejects else "masked tokens"
     return [
         f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
         f"mask of 0, which gives NaN, so {effect}; tim-trace leaves such tokens out"
@@ -70,7 +70,7 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Note each run whose contract says that the framework averages logprobs in half precision; empty if none does."""
+    """Return a note for each run whose contract says that the framework averages logprobs in half precision."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
@@ -80,7 +80,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Note each run that was trained with options other than `given`."""
+    """Return a note for each run that was trained with options other than `given`."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []
@@ -93,7 +93,7 @@ def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
         }
         if other:
             told.append(
-                f"{source.run}: was trained with different options; for the numbers it logged: "
+                f"{source.run}: was trained with different options; to reproduce its logged numbers: "
                 f"{options({'by': 'step'} | other)}"
             )
     return told

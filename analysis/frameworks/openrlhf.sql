@@ -1,10 +1,10 @@
--- OpenRLHF 0.11.0's numbers: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as ppo_train of
--- openrlhf/trainer/ray/ppo_actor.py does. Pass a is the trainer (old_log_probs), b vLLM (rollout_log_probs).
---   vllm_kl = mean of b - a over the tokens that count in the loss: k1, signed.
---   ppo_kl = mean of a - current over these tokens; ppo_clip_ratio = share of them for which clipping the ratio lowers ratio *
---   advantage. The ratio is exp(current - a), clamped to 20 nats; for gspo exp of a sequence's mean of current - a, or with
---   is_correction_enable of current - b. Both are NULL without the `current` pass.
--- OpenRLHF multiplies by the mask; here tokens that do not count are left out, whatever their logprob.
+-- OpenRLHF 0.11.0's numbers: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as in ppo_train of
+-- openrlhf/trainer/ray/ppo_actor.py. Pass a is the trainer (old_log_probs), pass b vLLM (rollout_log_probs).
+--   vllm_kl = mean of b - a over unmasked tokens: k1, signed.
+--   ppo_kl = mean of a - current over unmasked tokens. ppo_clip_ratio = share of unmasked tokens for which clipping the ratio
+--   lowers ratio * advantage. The ratio is exp(current - a), clamped to 20 nats; for gspo, exp of the sequence's mean of
+--   current - a, or of current - b with is_correction_enable. Both are NULL without the `current` pass.
+-- OpenRLHF multiplies by the mask; here, masked tokens are left out, whatever their logprob.
 
 -- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums, over passes a and b, and over current and a.
 CREATE OR REPLACE MACRO openrlhf_rows(a, b) AS TABLE
@@ -19,8 +19,8 @@ CREATE OR REPLACE MACRO openrlhf_updates(a) AS TABLE
     WHERE mask AND d IS NOT NULL
     GROUP BY run, step, seq_id, iteration_a, iteration_b;
 
--- openrlhf_ratios(old, ...): one row per token and inner iteration, with the loss's ratio to a pass. The `current` pass
--- is paired with itself within the same iteration.
+-- openrlhf_ratios(old, ...): one row per token and inner iteration, with the ratio of the `current` pass to `old`. If `old` is
+-- the `current` pass, each iteration is paired with itself.
 CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
     SELECT run, step, seq_id, advantage,
            exp(CASE policy_loss_type WHEN 'ppo' THEN torch_clamp(d, -20.0, 20.0) WHEN 'gspo' THEN mean_d
@@ -31,7 +31,8 @@ CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
         WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
     );
 
--- openrlhf_clips(...): number of tokens per sequence that are clipped, and that have an advantage. Comparisons with NaN are false.
+-- openrlhf_clips(...): number of tokens per sequence that are clipped, and number that have an advantage. Comparisons with
+-- NaN are false.
 CREATE OR REPLACE MACRO openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, count(advantage) AS num_known,
            count(*) FILTER (NOT isnan(unclipped) AND NOT isnan(clipped) AND clipped < unclipped) AS num_clipped
@@ -59,7 +60,7 @@ CREATE OR REPLACE MACRO openrlhf_numbers(
     ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
     LEFT JOIN (
         SELECT run, CASE WHEN by_step THEN step END AS step,
-               -- Unknown for tokens without an advantage.
+               -- NULL for tokens without an advantage.
                CASE WHEN sum(num_known) = sum(num_tokens) THEN sum(num_clipped) / sum(num_tokens) END AS clip_ratio
         FROM openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable)
         GROUP BY ALL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,11 +12,15 @@ from .framework import Framework, literals, option_field, options_of
 from .notes import null_without
 
 if TYPE_CHECKING:
+    from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Metrics split by the sign of the advantage, which the loss `ipo` does not log."""
+"""Metrics that are split by the sign of the advantage and not logged with the loss `ipo`."""
+
+
+_OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +28,12 @@ class PrimeRl(Framework):
     """Options of prime-rl's losses that decide which tokens are masked."""
 
     dppo_mask_low: float = option_field(
-        0.2, "Mask larger drops in probability if A <= 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A <= 0 whose probability drops by more than P (0.2).", metavar="P", at_least=0
     )
     dppo_mask_high: float = option_field(
-        0.2, "Mask larger rises in probability if A > 0 (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A > 0 whose probability rises by more than P (0.2).", metavar="P", at_least=0
     )
-    ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
+    ipo_threshold: float | None = option_field(None, "Use the loss ipo with bound P.", metavar="P", at_least=0)
     """`ipo` masks tokens whose probability changes by more than this, up or down. None selects the default loss."""
 
     name: ClassVar[str] = "prime-rl"
@@ -41,6 +45,14 @@ class PrimeRl(Framework):
         for statistic in ("mean", "median", "std", "min", "max")
     )
 
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
+        """Return one row per run or per step. The tokens are read again only for medians over them."""
+        if not only or not _OF_TOKENS.isdisjoint(only):
+            return Framework.numbers(self, database, pair, by, only)
+        columns = ", ".join(f'"{name}"' for name in only)
+        arguments = f"{quoted_pair(pair)}, {literals((by == 'step', *options_of(self).values()))}"
+        return database.ask(f"SELECT {columns} FROM prime_rl_from_rows({arguments}) ORDER BY run, step")
+
     def is_unlogged(self, column: str) -> bool:
         return self.ipo_threshold is not None and column.startswith(_OF_SIGNS)
 
@@ -49,7 +61,7 @@ class PrimeRl(Framework):
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
-            f"prime-rl's trainer is the policy inside the loss: with several updates per step, use {option('pair', 'current:rollout')}",
+            f"prime-rl compares rollouts with the current policy: with several updates per step, use {option('pair', 'current:rollout')}",
             *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]
 

@@ -1,16 +1,18 @@
 -- prime-rl 0.8.0's numbers: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
--- statistics of Tensors.compute_stats. Pass a is the trainer, b the inference; d = a - b, over the tokens that count.
---   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. The others are over sequences, each counting once with its mean
---   over tokens, 0 without tokens.
---   A token is masked if its advantage is positive and its probability rose by more than dppo_mask_high, or if its advantage is
---   not positive and its probability dropped by more than dppo_mask_low; with ipo_threshold, if it changed by more than that.
---   masked_mismatch_kl and unmasked_mismatch_kl are over masked and unmasked tokens; is_masked_low and _high over all tokens,
---   with negative and positive advantage; masked_advantage_* are the shares of both signs among masked tokens.
---   entropy/all: statistics of the trainer's entropy over tokens; kl_ent_ratio/mean = mean of mismatch_kl/all divided by mean of
---   entropy/all, if that is above 0. NULL if the trainer has no entropy for some token.
---   median is the lower of the two middle values, std divides by n - 1.
+-- statistics of Tensors.compute_stats. Pass a is the trainer, pass b the inference; d = a - b, over unmasked tokens.
+--   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. All other metrics are statistics over sequences, of each
+--   sequence's mean over tokens (0 without tokens).
+--   A token is masked by the loss if its advantage is positive and its probability rose by more than dppo_mask_high, or if its
+--   advantage is not positive and its probability dropped by more than dppo_mask_low; with ipo_threshold, if its probability
+--   changed by more than that.
+--   masked_mismatch_kl and unmasked_mismatch_kl are over the tokens that are, or are not, masked by the loss. is_masked_low and
+--   is_masked_high are shares of all tokens that are masked with a negative or positive advantage; masked_advantage_* are the
+--   shares of both signs among masked tokens.
+--   entropy/all: statistics of the trainer's entropy over tokens. kl_ent_ratio/mean = mean of mismatch_kl/all divided by the
+--   mean of entropy/all, if the latter is above 0. NULL if the trainer has no entropy for some token.
+--   median is the lower of the two middle values; std divides by n - 1.
 
--- prime_rl_tokens(...): one row per token that counts, with the trainer's entropy.
+-- prime_rl_tokens(...): one row per unmasked token, with the trainer's entropy.
 CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT *, mask_low AND advantage < 0 AS masked_low, mask_high AND advantage > 0 AS masked_high,
            CASE WHEN ipo_threshold IS NOT NULL THEN above(abs(change), ipo_threshold)
@@ -86,11 +88,11 @@ CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask
     FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT found.run, found.step, kl.mean AS "mismatch_kl/all/mean", median_kl AS "mismatch_kl/all/median",
+-- prime_rl_from_rows(...): all metrics, but NULL for the medians over tokens.
+CREATE OR REPLACE MACRO prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT run, step, kl.mean AS "mismatch_kl/all/mean", NULL::DOUBLE AS "mismatch_kl/all/median",
            kl.std AS "mismatch_kl/all/std", kl.min AS "mismatch_kl/all/min", kl.max AS "mismatch_kl/all/max",
-           {columns}, entropy.mean AS "entropy/all/mean",
-           CASE WHEN entropy IS NOT NULL THEN median_entropy END AS "entropy/all/median",
+           {columns}, entropy.mean AS "entropy/all/mean", NULL::DOUBLE AS "entropy/all/median",
            entropy.std AS "entropy/all/std", entropy.min AS "entropy/all/min", entropy.max AS "entropy/all/max",
            CASE WHEN above(entropy.mean, 0) THEN kl.mean / entropy.mean END AS "kl_ent_ratio/mean"
     FROM (
@@ -117,7 +119,14 @@ CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask
         )
         GROUP BY run, step
         HAVING sum(num_tokens) > 0
-    ) AS found
+    );
+
+CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT found.* REPLACE (
+        median_kl AS "mismatch_kl/all/median",
+        CASE WHEN "entropy/all/mean" IS NOT NULL THEN median_entropy END AS "entropy/all/median"
+    )
+    FROM prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS found
     JOIN prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS medians
       ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;

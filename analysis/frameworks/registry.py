@@ -3,8 +3,8 @@
 The module defines the framework's class as FRAMEWORK, whose fields are its options, and may define
 `register(connection)`, which registers SQL functions. The SQL file defines
 `<module>_numbers(a, b, by_step, {options})`, or both `<module>_runs(a, b)` and `<module>_steps(a, b)`. Command-line
-options and macro parameters come from these two files. Tables of published levels, corrections and figures
-(alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
+options and macro parameters are derived from these two files. No other code depends on a framework; alarms/reading.py,
+correction.py and diagnosis/figures.py only cite frameworks as sources.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework. None counts as not given, and so does False for another framework's option."""
+    """Create a framework; an option that is None is ignored, as is a different framework's option that is False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -68,7 +68,6 @@ def refuse_options(options: dict[str, Any]) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption unless a framework has this name."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"got {name!r}; use one of {', '.join(FRAMEWORKS)}", option="like")
 
@@ -79,19 +78,16 @@ def options_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """A framework's option, for the command line."""
-
     framework: str
     name: str
     type: Any
-    """str, float, int, bool, or a tuple of these; None is left out."""
+    """str, float, int, bool, or a tuple of these, without `| None`."""
     default: Any
     help: str
     metavar: str | None
 
 
 def declared_options() -> list[DeclaredOption]:
-    """Return every framework's options, which imports all their modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 
@@ -107,14 +103,13 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return every framework's macros. A module is imported once a query names one of its macros."""
+    """Return the macros of all frameworks; a framework's module is imported when a query first uses its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]
 
 
 def _define(name: str, database: Database) -> None:
-    """Define a framework's macros, with its options in place of {parameters} and {options}."""
     module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)
@@ -140,7 +135,7 @@ CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
 
 @cache
 def macros(name: str) -> str:
-    """Return a framework's SQL, with {parameters}, {options} and {columns} still to be replaced."""
+    """Return a framework's SQL, with the placeholders {parameters}, {options} and {columns}."""
     file = _files()[name]
     sql = file.read_text(encoding="utf-8")
     return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)

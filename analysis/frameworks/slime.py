@@ -34,21 +34,19 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, then those of mis.py in slime's examples.
+    """Options of slime's truncated importance sampling and averaging, and of mis.py in slime's examples.
 
-    The defaults for mis.py are those of mis.yaml in the same folder.
+    The defaults for mis.py are from mis.yaml in the same folder.
     """
 
-    tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
-    """Upper bound on token ratios."""
-    tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
-    """Lower bound on token ratios."""
+    tis_clip: float = option_field(2.0, "Upper bound of token ratios (2.0).", metavar="C")
+    tis_clip_low: float = option_field(0.0, "Lower bound of token ratios (0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """True to average over all tokens; False to average the sequences' means."""
+    """True to average over all tokens; False to average over the means of sequences."""
     use_tis: bool = option_field(False, "Use the weights and rejections of the mis.py example.")
-    """False computes only the metrics of mis.py, as get_mismatch_metrics does."""
+    """False to compute only the metrics of mis.py, as its get_mismatch_metrics does."""
     tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
-    """Level of the weights' ratios: `token`, `sequence`, or the `geometric` mean over a sequence."""
+    """Ratios used as weights: of a `token`, of a `sequence`, or their `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )

@@ -1,21 +1,22 @@
--- slime 0.3.1's numbers: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py,
--- reduced by get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and, named mis_*, those of
--- compute_mis_weights of examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling
--- weights), b the rollout; d = a - b over the tokens that count in the loss.
---   Each number is the mean over sequences of its mean over tokens; a sequence without tokens counts as 0. With
---   calculate_per_token_loss it is the sum over tokens divided by their number, where a sequence without tokens counts as one.
---   A sequence-level value counts once for each of its tokens.
---   tis = exp(d), not cut; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
---   ppo_kl = mean of old - current, ois = mean of exp(current - old), old is pass a; NULL without the `current` pass.
---   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d; from a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
---   mis_log_ppl_diff = rollout - training, mis_ppl_ratio its exp; mis_chi2_token = mean of rho^2 - 1, mis_chi2_seq the same for
---   the product over a sequence, rho = exp(d).
---   With use_tis: weights exp(d) of tokens, or exp(sum of d) or exp(mean of d) (geometric) of sequences, are truncated, clipped
---   or masked; tokens are rejected (use_rs) by such weights, or with their whole sequence if a token's ratio is below the veto.
---   Rejected tokens are left out of the sums of train_rollout_logprob_abs_diff and ppo_kl, but count in the divisors.
+-- slime 0.3.1's numbers: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py, reduced by
+-- get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and as mis_*, those of compute_mis_weights of
+-- examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling weights), pass b the rollout;
+-- d = a - b over unmasked tokens.
+--   Each number is the mean over sequences of the mean over tokens, which is 0 for a sequence without tokens. With
+--   calculate_per_token_loss, it is the sum over tokens divided by the number of tokens, where a sequence without tokens adds
+--   one to the divisor. A sequence-level value is included once for each token of the sequence.
+--   tis = exp(d), not truncated; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
+--   ppo_kl = mean of a - current, ois = mean of exp(current - a); NULL without the `current` pass.
+--   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d. From a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
+--   mis_log_ppl_diff = rollout - training, mis_ppl_ratio its exp. With rho = exp(d), mis_chi2_token = mean of rho^2 - 1;
+--   mis_chi2_seq is the same for the product of rho over a sequence.
+--   With use_tis, weights are exp(d) per token, exp(sum of d) per sequence, or exp(mean of d) per sequence (geometric). They
+--   are truncated, clipped or masked. With use_rs, tokens are rejected by such weights; a sequence is rejected as a whole if
+--   the ratio of any token is below the veto. Rejected tokens are left out of the sums of train_rollout_logprob_abs_diff and
+--   ppo_kl, but not out of the divisors.
 --   mis_is_ratio_*_final are per sequence, after division by the batch's mean weight (tis_batch_normalize).
--- slime averages over rollouts of several samples, and normalizes weights per micro-batch; here every sequence is a separate
--- rollout, and there is one batch. slime multiplies by the mask; here tokens that do not count are left out.
+-- slime averages over rollouts of several samples and normalizes weights per micro-batch; here, every sequence is a separate
+-- rollout, and there is one batch. slime multiplies by the mask; here, masked tokens are left out.
 
 -- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): mean of a sequence-level value with this divisor.
 CREATE OR REPLACE MACRO slime_mean(total, num_tokens, calculate_per_token_loss) AS
@@ -25,7 +26,7 @@ CREATE OR REPLACE MACRO slime_spread(x, num_tokens, calculate_per_token_loss) AS
     sum(CASE WHEN num_tokens = 0 THEN 0.0 WHEN calculate_per_token_loss THEN x * num_tokens ELSE x END)
     / sum(CASE WHEN calculate_per_token_loss THEN greatest(num_tokens, 1) ELSE 1 END);
 
--- slime_weight(...): exp of the log-ratio of a level, clamped to 20 nats.
+-- slime_weight(...): exp of the log-ratio at the given level, clamped to 20 nats.
 CREATE OR REPLACE MACRO slime_weight(level, d, sum_d, num_tokens) AS
     exp(torch_clamp(CASE level WHEN 'token' THEN d WHEN 'sequence' THEN sum_d WHEN 'geometric' THEN sum_d / num_tokens
                                ELSE error('tis_level and rs_level: token, sequence or geometric') END, -20.0, 20.0));
@@ -39,13 +40,13 @@ CREATE OR REPLACE MACRO slime_kept(o, d, sum_d, num_tokens, has_catastrophic) AS
          OR (slime_inside(slime_weight(o['rs_level'], d, sum_d, num_tokens), o['rs_lower'], o['rs_upper'])
              AND NOT has_catastrophic));
 
--- slime_tokens(a, b): d of the tokens that count. A pass is paired with itself within the same iteration.
+-- slime_tokens(a, b): d of each unmasked token. If a and b are the same pass, each iteration is paired with itself.
 CREATE OR REPLACE MACRO slime_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS train, logprob_b::DOUBLE AS rollout, d
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with the float32 logarithm of veto.
+-- slime_sequences(a, b, ...): sums of each sequence with tokens; like slime, compares d with the float32 logarithm of the veto.
 CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low, veto) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
            sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,

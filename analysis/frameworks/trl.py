@@ -34,22 +34,21 @@ class Trl(Framework):
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     """Level of the ratios, and whether ratios outside the bounds are clamped (truncate) or set to 0 (mask)."""
-    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
-    """Upper bound on ratios; infinity for no bound."""
-    vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound on ratios; None for no bound."""
+    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound of ratios (3.0).", metavar="C")
+    """Infinity for no bound."""
+    vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound of ratios.", metavar="C")
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     loss_type: str = option_field(
         "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
     importance_sampling_level: str = option_field(
-        "token", "Level of the loss's ratios (token).", choices=("token", "sequence")
+        "token", "Level of the ratios in the loss (token).", choices=("token", "sequence")
     )
     """One ratio per `token`, or their geometric mean over a `sequence`."""
-    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
+    epsilon: float = option_field(0.2, "Clip ratios below 1 - E (0.2).", metavar="E", at_least=0)
     epsilon_high: float | None = option_field(
-        None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
+        None, "Clip ratios above 1 + E, or for cispo above E (epsilon).", metavar="E", at_least=0
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
@@ -61,7 +60,7 @@ class Trl(Framework):
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
-    """Steps per row, since TRL logs means over several steps. None gives one row per step, as a single batch."""
+    """Number of steps per row, because TRL logs means over several steps; None for one row per step."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
 
     name: ClassVar[str] = "trl"
@@ -118,7 +117,7 @@ class Trl(Framework):
         if self._clips or self.loss_type == "cispo":
             told += null_without(database, (of_loss,), CURRENT)
         if self.trainer == "rloo" or self.importance_sampling_level == "sequence":
-            effect = "the ratio of such a sequence counts as not clipped"
+            effect = "the ratio of such a sequence is treated as not clipped"
             told += masked_out(database, (pair[0], CURRENT), "TRL", effect=effect)
         return told + set_otherwise(database, self._effective())
 
@@ -136,7 +135,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options as TRL records them, without those that follow from others."""
+        """Return the options in the form in which TRL records them, to compare them with a run's."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

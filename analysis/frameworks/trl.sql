@@ -1,22 +1,23 @@
--- TRL 1.16.0's numbers. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
--- count in the loss.
+-- TRL 1.16.0's numbers. Pass a is the trainer (old_per_token_logps), pass b vLLM (sampling_per_token_logps), over unmasked
+-- tokens.
 -- Mismatch, following _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
---   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if none has any.
+--   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if there are none.
 --   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
---   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without
---   tokens the ratio 1.
--- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the `current` pass or advantages:
+--   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0; a sequence without
+--   tokens has a ratio of 1.
+-- Loss, following _compute_loss of grpo_trainer.py and rloo_trainer.py; NULL without the `current` pass or advantages:
 --   the ratio is exp(current - a) of a token; with importance_sampling_level sequence, exp of a sequence's mean of current - a;
---   with trainer rloo, exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
---   positive one; ratios are capped at delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max the
---   smallest and largest share of a sequence. If the responses of a micro-batch are one token wide, TRL's shares include tokens
---   that do not count; here they do not. cispo_clip_ratio: above epsilon_high with a positive advantage.
---   off_policy_mask_ratio: share of sequences dropped by off_policy_mask_threshold: negative advantage, and mean of b - current
---   above it (of a - current if the engine has no logprobs). TRL computes this mask but does not log the share.
--- Here one step is one batch. With logging_steps a row is what TRL logs: the mean over that many steps of the generation
--- batches' numbers, each a mean over processes, and of the micro-batches' numbers of the loss.
+--   with trainer rloo, exp of its sum. Ratios are capped at delta. A ratio is clipped low if it is below 1 - epsilon and the
+--   advantage is negative, and clipped high if it is above 1 + epsilon_high and the advantage is positive. clip_ratio/*_mean
+--   is the share of tokens (or sequences), low_min and high_max the smallest and largest share of a sequence. If all responses
+--   of a micro-batch are one token long, TRL's shares include masked tokens; here, they do not.
+--   cispo_clip_ratio: share of ratios above epsilon_high with a positive advantage.
+--   off_policy_mask_ratio: share of sequences dropped by off_policy_mask_threshold, because the advantage is negative and the
+--   mean of b - current is above the threshold (of a - current if the engine has no logprobs). TRL does not log this share.
+-- Here, one step is one batch. With logging_steps, a row is what TRL logs over that many steps: the mean of the generation
+-- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss numbers.
 
--- trl_tokens(a, b): d of each token that counts, NaN if a logprob is missing.
+-- trl_tokens(a, b): d of each unmasked token; NaN if a logprob is missing.
 CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(d, 'NaN'::DOUBLE) AS d
     FROM pair(a, b)
@@ -84,7 +85,7 @@ CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, lo
     GROUP BY ALL;
 
 -- trl_updates(a): one row per use of a sequence by the loss, with the keys of its update and micro-batch.
--- The `current` pass is paired with itself per use.
+-- If `a` is the `current` pass, each use is paired with itself.
 CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
     SELECT s.run, s.step, s.seq_id, s.advantage, now.iteration, coalesce(now.policy_version + 1, s.step) AS update,
            now.forward_id
@@ -94,7 +95,7 @@ CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
     WHERE now."pass" = 'current' AND now.logprobs IS NOT NULL AND old."pass" = a AND old.logprobs IS NOT NULL
       AND (a <> 'current' OR now.iteration = old.iteration);
 
--- trl_capped(...): a ratio capped at delta; NaN stays NaN.
+-- trl_capped(...): the ratio capped at delta; NaN stays NaN.
 CREATE OR REPLACE MACRO trl_capped(ratio, delta) AS
     CASE WHEN isnan(ratio) OR delta IS NULL THEN ratio ELSE least(ratio, delta) END;
 
@@ -169,15 +170,15 @@ CREATE OR REPLACE MACRO trl_clipping(
 CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
     CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
 
--- True if the loss clips on both sides, false if on one, NULL if it does not clip.
+-- True if the loss clips on both sides, false if it clips on one side, NULL if it does not clip.
 CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
     CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
          WHEN loss_type = 'cispo' THEN false
          WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
     END;
 
--- trl_groups(...): the mismatch and loss numbers side by side; NULL if TRL does not log them. The last log of a run may cover
--- fewer than logging_steps steps; its step is the last one.
+-- trl_groups(...): the mismatch and loss numbers side by side; NULL if TRL does not log them. The last row of a run may
+-- cover fewer than logging_steps steps; its step is the last step.
 CREATE OR REPLACE MACRO trl_groups(
     a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,
     logging_steps, logging_first_step
@@ -211,7 +212,7 @@ CREATE OR REPLACE MACRO trl_groups(
     ) USING (run)
     ORDER BY run, step;
 
--- trl_numbers(...): trl_groups, called with TRL's own options; a whole run counts as one batch, whatever logging_steps is.
+-- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,

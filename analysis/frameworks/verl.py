@@ -23,7 +23,6 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Values allowed in `rollout_rs`."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
 
@@ -41,12 +40,12 @@ class Verl(Framework):
     )
     """Maximum weight (TIS), or bounds `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
-    rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
+    rollout_rs: str | None = option_field(None, "Rejection rules, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
     """Comma-separated REJECTIONS; None rejects nothing."""
     rollout_rs_threshold: str | None = option_field(
-        None, "One bound for all, or one per rejection; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
+        None, "One bound for all rules, or one per rule; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """One bound for all rejections, or one per rejection. For k1, `lower_upper` bounds 1 / rho from both sides."""
+    """One bound for all rules, or one per rule. For k1, `lower_upper` bounds 1 / rho from both sides."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"
@@ -160,7 +159,7 @@ def _check_bounds(option: str, text: str) -> None:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    An empty mask counts every token. A token that lacks a logprob in either list is left out of all sums.
+    With an empty mask, every token is included. A token that lacks a logprob in either list is left out of all sums.
     """
     from .verl_sums import STRUCT, verl_sums
 

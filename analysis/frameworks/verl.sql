@@ -1,12 +1,12 @@
 -- verl 0.9.0's off-policy numbers under its own names: compute_offpolicy_metrics of
 -- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
 -- trainer (old_log_probs), b the rollout.
---   Token means are over the tokens that count in the loss. Sequence means are over the whole batch: a fully masked sequence
---   counts with a mean logprob of 0. NaN and infinities inside the mask propagate.
+--   Token means are over unmasked tokens. Sequence means are over the whole batch, in which a fully masked sequence has a mean
+--   logprob of 0. NaN and infinities of unmasked tokens propagate.
 --   kl = mean(-d); k3_kl = mean(exp(d) - 1 - d), not clamped; chi2_token clamps d, chi2_seq the sum of d, to 20 nats;
 --   log_ppl_diff = a sequence's mean rollout logprob minus its mean trainer logprob: above 0, the trainer is less confident.
 
--- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask counts every token.
+-- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask masks no token.
 CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            scores_a.logprobs AS old, scores_b.logprobs AS rollout, coalesce(s.response_mask, []::BOOLEAN[]) AS mask
@@ -210,7 +210,7 @@ CREATE OR REPLACE MACRO verl_is_steps(a, b, rollout_is := 'token', rollout_is_th
 CREATE OR REPLACE MACRO verl_is_runs(a, b, rollout_is := 'token', rollout_is_threshold := '2.0') AS TABLE
     SELECT * EXCLUDE (step) FROM verl_is_groups(a, b, false, rollout_is, rollout_is_threshold);
 
--- verl_is_weights(a, b): one row per token that counts, with its weight in the loss, normalised per step.
+-- verl_is_weights(a, b): one row per unmasked token, with its weight in the loss, normalised per step.
 CREATE OR REPLACE MACRO verl_is_weights(
     a, b, rollout_is := 'token', rollout_is_threshold := '2.0', rollout_is_batch_normalize := false
 ) AS TABLE
@@ -243,8 +243,8 @@ CREATE OR REPLACE MACRO verl_rs_options(rollout_rs, rollout_rs_threshold) AS TAB
 CREATE OR REPLACE MACRO verl_kept(x, lower, upper) AS
     (upper IS NULL OR (x <= upper AND NOT isnan(x) AND (lower IS NULL OR x >= lower)));
 
--- verl_rs_rows(...): one row per (sequence, option) for sequences with tokens. `value` is the sequence's statistic, the mean for
--- token options; sums are over its tokens, which share a sequence-level statistic.
+-- verl_rs_rows(...): one row per (sequence, option) for sequences with tokens. `value` is the statistic of the
+-- sequence; for token options, the mean over its tokens. Sums are over tokens, which share a sequence-level statistic.
 CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper, num_tokens, value,
            CASE taken_over WHEN 'token' THEN sum_k ELSE num_tokens * value END AS sum_statistic,
@@ -313,8 +313,8 @@ CREATE OR REPLACE MACRO verl_rs_steps(a, b, rollout_rs, rollout_rs_threshold) AS
 CREATE OR REPLACE MACRO verl_rs_runs(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT * EXCLUDE (step) FROM verl_rs_groups(a, b, false, rollout_rs, rollout_rs_threshold);
 
--- verl_rs_mask(...): one row per response token; keep is true if it counts in the loss and every option keeps it, NULL if a pass
--- has no logprob for it.
+-- verl_rs_mask(...): one row per response token; keep is true if the token is unmasked and every option keeps it, NULL if a
+-- pass has no logprob for it.
 CREATE OR REPLACE MACRO verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask,
            CASE WHEN NOT mask THEN false

@@ -1,7 +1,7 @@
 """Compute each sequence's sums for verl's metrics.
 
-Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on its own tokens, so neither batching nor
-the number of threads changes a bit.
+Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on its own tokens, so the result is bitwise
+independent of batching and of the number of threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Turn rows of `verl_rows` into the keys and sums of each sequence."""
+    """Return the keys and sums of each sequence, from rows of `verl_rows`."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)

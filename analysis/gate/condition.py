@@ -28,7 +28,7 @@ OWN = "tim"
 """Source of tim-trace's own metrics in a condition; every other source is a framework."""
 
 CHECK = "check"
-"""Condition that fails if the comparison has a fault."""
+"""Condition that fails if `check` finds a fault in the comparison."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -44,7 +44,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """The values of a metric that fail the gate: over the run, at any step, or over the last steps."""
+    """A bound that the gate places on a metric over the run, at any step, or over the last steps."""
 
     text: str
     source: str
@@ -64,7 +64,7 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """True if a value violates the condition. NaN and infinities do too, because they prove nothing."""
+        """Return True if a value violates the condition, as NaN and infinities do, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -74,8 +74,7 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse `<source>.<metric><sign><number>`, perhaps followed by `any step` or `last N steps`. Raises
-    InvalidOption."""
+    """Parse `<source>.<metric><sign><number>`, with an optional `any step` or `last N steps`. Raises InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -123,24 +122,21 @@ FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome of one condition."""
-
     condition: str
     metric: str
-    """Full name; `check` for the condition on faults of the comparison."""
+    """Full name of the metric; `check` for the condition `check`."""
     value: float
-    """Over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
+    """Value over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
-    """Interval over groups from `low` to `high`; None without one, for the reason in `how`."""
+    """Lower end of the interval over groups; both ends are None without an interval, and `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or an expected interval is missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because it excludes tokens. Determines the exit
-    code."""
+    """True if the value violates the condition, or if it excludes tokens and so proves nothing. Sets the exit code."""
     steps_beyond: int | None
-    """Steps whose value violates the condition; None for `check`, and for counts, which grow with each step."""
+    """Number of steps whose value violates the condition; None for `check`, and for counts, which grow with the run."""
     worst_step: int | None
     """Step whose value is furthest beyond the bound, or nearest to it if none is beyond."""
     how: str
@@ -170,13 +166,12 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Columns of `stats` that are a maximum, with the column of each sequence's own maximum."""
+"""Columns of `stats` that are maxima, mapped to the columns with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""Share of the loss tokens without a logprob above which a metric does not represent the run."""
+"""If more than this share of the loss tokens has no logprob, a metric does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
-"""Columns of `stats` that are quantiles of |d|."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
@@ -218,7 +213,7 @@ class SequenceColumns:
         """Return the sqrt(sum of d^2), nats, that a new sequence exceeds with a probability of 1 in 1,000.
 
         It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. Student's
-        quantile with groups - 1 degrees of freedom makes it larger for few groups.
+        quantile with groups - 1 degrees of freedom makes the result larger if there are few groups.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -241,7 +236,7 @@ _LEFT_OUT = """
 def left_out(database: Database, pair: Pair) -> str:
     """Describe the tokens that a pair's metrics exclude; empty if there are none.
 
-    They are NaN or infinite or, if they are the majority, have no logprob.
+    NaN and infinite logprobs are always reported, missing ones only if they are the majority.
     """
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)

@@ -34,27 +34,28 @@ def gate(
 
     A condition describes the values that fail the run. It is `check`, which fails if the comparison has a fault, or
     `<source>.<metric><sign><number>`, where the sign is > >= < or <=: `tim.k3>1e-3` for a column of `stats`,
-    `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough). `tim.|k1|>0.1` compares the
-    absolute value. `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged
-    over the steps.
+    `verl.k3_kl>1e-3` for a column of `stats --like verl` (the last part of a name is enough). `tim.|k1|>0.1` compares
+    the absolute value. `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`,
+    averaged over the steps.
 
     By default, a condition covers all tokens of the run. With ` any step`, it fails if any single step violates it,
-    which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last 20 steps.
-    `warns` is true for a verdict if the condition passes but single steps violate it.
+    which is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens of the last 20
+    steps. The `warns` property of a verdict is true if the condition passes but single steps violate it.
 
-    Every metric except a count has an interval over groups. A group is the sequences of a step with the same
-    `group_id`, or a single sequence without a `group_id`. Metrics computed from sums use a bootstrap-t; maxima, a
-    bootstrap that ends at the value itself; quantiles of |d| invert the bootstrap-t of the share of tokens above them
-    (Woodruff 1952); all others, including the frameworks' metrics, use a jackknife over 20 parts of whole groups. Fewer
-    than 8 groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
+    Every metric except a count has an interval over groups. A group consists of the sequences of a step that share a
+    `group_id`; a sequence without a `group_id` is a group of its own. Metrics computed from sums use a bootstrap-t;
+    maxima, a bootstrap that ends at the value itself; quantiles of |d| invert the bootstrap-t of the share of tokens
+    above them (Woodruff 1952); all others, including the frameworks' metrics, use a jackknife over 20 parts of whole
+    groups. Fewer than 8 groups give no interval. Resampling has a fixed seed. Measured coverage:
+    docs/evidence/intervals.md.
 
-    The exit code, like `fails` of a verdict, depends only on the value; `verdict` is `cannot tell` if the interval
-    contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any metric,
-    except a count, that excludes such tokens or for which most tokens lack logprobs.
+    The exit code, like the `fails` property of a verdict, depends only on the value; `verdict` is `cannot tell` if the
+    interval contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any
+    metric, except a count, that excludes such tokens or for which most tokens lack logprobs.
 
     `junit` is a JUnit XML file to write, with one test case per condition; an existing file is replaced. `summary` is a
-    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY. Like `stats`, conditions on columns of
-    `stats` store the sums of each sequence in the trace.
+    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY. Conditions on columns of `stats` store
+    the sums of each sequence in the trace, as `stats` does.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
@@ -145,7 +146,6 @@ def gated_text(gated: Gated, width: int | None = None) -> str:
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Render JUnit XML with one test case per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)

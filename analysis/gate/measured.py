@@ -45,11 +45,11 @@ TAILS = {
 have no fourth moment or differ in size between groups; see docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
-"""Metrics of the weights exp(sum of d), whose second moment depends on rare sequences."""
+"""Metrics of sequence weights, exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""`SequenceColumns.reach`, in nats, above which these metrics have no interval. Below it, coverage is as listed in
-TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
+"""`SequenceColumns.reach`, in nats, above which metrics of sequence weights have no interval. Below it, coverage is as
+listed in TAILS; above it, coverage drops to as little as 31% if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -57,7 +57,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Limits of a metric, which also limit its interval."""
+"""Range of possible values of a metric; intervals are clipped to it."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
@@ -66,8 +66,6 @@ _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A metric of a run, with its interval."""
-
     metric: str
     value: float
     interval: Interval | NoInterval | None
@@ -96,7 +94,9 @@ class Run:
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            database = self._database.reopened() if found else self._database  # a jackknife has left out sequences
+            database = (
+                self._database.reopened() if found else self._database
+            )  # the jackknife left out sequences in this one
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
                 found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
@@ -120,7 +120,7 @@ class Run:
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
         whole = stats(database, pair=self._pair, progress=self._progress)
-        asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
+        asked = _Asked(conditions, whole, lambda metrics: stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
@@ -145,7 +145,11 @@ class Run:
             numbers = framework.numbers(database, self._names, "run")
             if not len(numbers):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(conditions, numbers, framework.numbers(database, self._names, "step"))
+            asked = _Asked(
+                conditions,
+                numbers,
+                lambda metrics: framework.numbers(database, self._names, "step", ("step", *metrics)),
+            )
             self.left_out = left_out(database, self._names)
             only, found = tuple(asked.sampled), list[Measured]()
             if only:
@@ -155,7 +159,6 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Compute each metric again, leaving out one part of the sequences at a time."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -242,8 +245,8 @@ def quantile_cuts(
 ) -> Interval | NoInterval:
     """Return the two probabilities whose quantiles are the ends of a quantile's interval.
 
-    `num_above_N` counts tokens above the quantile. If too few groups have such a token, the upper probability is 1: the
-    interval ends at the largest value.
+    `num_above_N` is the number of tokens above the quantile in each sequence. If too few groups have such a token, the
+    upper probability is 1: the interval ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:
@@ -262,18 +265,18 @@ def quantile_cuts(
 class _Asked:
     """The metrics that conditions ask for, with their values over the run and by step."""
 
-    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
+    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Callable[[list[str]], Rows]):
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self._steps = by_step.dicts()
         self._values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
         for metric in self._values:
             if row[metric] is None:
                 raise _no_value(metric)
+        self._steps = by_step([*self._values]).dicts()
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
-        """Values of the metrics that have a condition on all steps together."""
+        """Values of the metrics with a condition that covers all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
         """Return the metric of each condition; metrics that are not in `found` have no interval."""

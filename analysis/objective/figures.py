@@ -1,6 +1,7 @@
-"""Formulas of the figures of an objective, from totals over sequences: numbers, or arrays over updates or resamples.
+"""Formulas of an objective's figures.
 
-Shapes: N sequences, U updates (step and inner iteration).
+The input of a formula is a set of totals over sequences: numbers, or arrays with one element per update or resample.
+Shapes: N sequences.
 """
 
 from __future__ import annotations
@@ -24,23 +25,20 @@ from .sums import SequenceSums
 
 @dataclass(frozen=True, slots=True)
 class FigureFormula:
-    """The formula of a figure, with its meaning and its bounds."""
-
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """MISMATCH, DRIFT or ADVANTAGE (data, see pass_roles), or CLIP (a loss that clips)."""
+    """Required data (MISMATCH, DRIFT, ADVANTAGE; see pass_roles), and CLIP if the loss must clip."""
     of_correction: bool = False
-    """True if only a loss with a correction has the figure."""
+    """True if the figure is defined only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Range of possible values, which intervals do not leave."""
+    """Range of possible values; intervals are clipped to it."""
     in_tails: float | None = None
-    """Measured coverage of the 95% interval in runs where a few tokens dominate; None if it is at least 90%. See
+    """Measured coverage of the 95% interval in runs where a few tokens dominate; None if at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
-        """The meaning, and the coverage of the interval if it is low."""
         if self.in_tails is None:
             return self.meaning
         return (
@@ -69,7 +67,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Totals centred near the means avoid cancellation."""
+    """Return the covariance; the totals must be centred near the means, to avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -91,11 +89,9 @@ def _clipped_used(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Needed by figures of a loss that clips."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Bounds of sizes, shares, and signed shares."""
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),
@@ -118,14 +114,14 @@ FIGURES: Mapping[str, FigureFormula] = {
     "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without the loss's correction weights", of_correction=True, bounds=_SIGNED),
     "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without the loss's correction weights", of_correction=True),
     "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without the loss's correction weights", of_correction=True, bounds=_SIZE),
-    "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
-    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that the loss "
+    "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
+    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of terms that the loss "
     "would clip under rho*", _CLIPPED, bounds=_SHARE),
-    "flipped": FigureFormula(_share(*_FLIPS), "share of the terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
-    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped only under the used ratio, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share clipped only under the used ratio, A < 0", _CLIPPED, bounds=_SHARE),
-    "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped only under rho*, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_free_negative": FigureFormula(_share("to_free_negative"), "share clipped only under rho*, A < 0", _CLIPPED, bounds=_SHARE),
+    "flipped": FigureFormula(_share(*_FLIPS), "share of terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
+    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share of terms that have A > 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
+    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share of terms that have A < 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
+    "to_free_positive": FigureFormula(_share("to_free_positive"), "share of terms that have A > 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
+    "to_free_negative": FigureFormula(_share("to_free_negative"), "share of terms that have A < 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
     "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): bad "
@@ -144,11 +140,11 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean over sequences of "
     "|(exp(sum d) - 1) A|", bounds=_SIZE),
 }  # fmt: skip
-"""By name. Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
+"""Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that the loss has and the recorded data determine."""
+    """Return the figures that are defined for the loss and can be computed from the recorded data."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -157,9 +153,9 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns whose totals, over the run or over each group in `place_N`, determine the figures.
+    """Return the [N] columns that the formulas need as totals, over the run or over each group in `place_N`.
 
-    Squares and products are centred on each group's median of sequence means, so that totals do not cancel.
+    Squares and products are centred on each group's median of sequence means, to avoid cancellation in the totals.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -177,7 +173,6 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Array]:
-    """Centre sums of d, drift, their squares and their product on each group's median of sequence means, [N]."""
     num_N = columns["num_tokens"]
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in ("d", "drift")}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
@@ -187,13 +182,12 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Evaluate the figures for each element of the totals; NaN where a divisor is 0."""
+    """Evaluate the figures for each element of the totals; NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Add up [N] columns within each group, [number]."""
     return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 

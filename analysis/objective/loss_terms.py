@@ -14,36 +14,34 @@ from ..statistics.estimators import Array
 from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 
 SIDES = ("positive", "negative")
-"""Sign of the advantage, as in column names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes, per token; 0 for tokens that do not count in the loss."""
+    """Log-ratios between passes, per token; 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
     """train - rollout, nats."""
     drift_T: Array
     """current - train, nats."""
     advantage_T: Array
-    """0 if missing."""
+    """0 if not recorded."""
     counts_T: np.ndarray | None
-    """bool: the token counts and has a finite logprob in every pass; None if all tokens do."""
+    """bool: the token is unmasked and has a finite logprob in every pass; None if true for all tokens."""
     known_T: np.ndarray | None
-    """bool: the token counts and has an advantage; None if all tokens do."""
+    """bool: `counts_T`, and the token has an advantage; None if true for all tokens."""
     num_N: Array
-    """Tokens that count."""
+    """Number of tokens in `counts_T`."""
     known_N: Array
-    """Tokens that count and have an advantage."""
+    """Number of tokens in `known_T`."""
     advantage_N: Array
-    """Mean over the tokens of each sequence."""
+    """Mean over the sequence's tokens."""
     has_one: bool
-    """True if the tokens of every sequence share one advantage."""
+    """True if each sequence has a single advantage for all of its tokens."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
     def total(self, values_T: Array) -> Array:
-        """Add up the tokens of each sequence, [N]."""
         return np.add.reduceat(values_T, self.starts_N)
 
 
@@ -54,21 +52,21 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The ratio in the loss, which vespo multiplies by the correction."""
+    """`ratio_used`, multiplied by the correction weight if the loss is vespo."""
     weight: Array | float
-    """Correction weight; 1 if the correction is part of the ratio."""
+    """Correction weight; 1 for vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
-    """Tokens per term."""
+    """Number of tokens in each term."""
     sign_N: Array | None
-    """Sign of the advantage that all terms of a sequence share; None if they may differ."""
+    """Sign of the advantage, if all terms of a sequence have the same advantage; otherwise None."""
     known_N: Array
-    """Terms with an advantage."""
+    """Number of terms with an advantage."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Add up the terms of each sequence, [N] by name."""
+        """Sum the terms of each sequence; return [N] arrays by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
@@ -83,11 +81,10 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
     def _unclipped(self) -> Array:
-        """[K] A (w rho_used - rho*): the bias without the loss's clip."""
+        """Return the bias without the clip: A (w rho_used - rho*), [K]."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """[K] w f(rho_used) as in the loss, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -113,7 +110,6 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """Fast if few terms are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -144,7 +140,7 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """Per-token corrections are averaged over the sequence."""
+    """Average per-token corrections over the sequence."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )
@@ -160,7 +156,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """A sequence's ratio is the product of token ratios (within +-20 nats), its weight the product of weights."""
+    """Multiply the ratios of a sequence's tokens, and their weights; the log of a product is clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -187,7 +183,7 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the loss's ratio, from ln rho* and drift = current - train."""
+    """Return rho* = current / rollout, and the ratio in the loss, from ln rho* and drift = current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

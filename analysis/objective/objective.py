@@ -1,5 +1,3 @@
-"""Measure how the mismatch biases the objective that a run optimizes."""
-
 from __future__ import annotations
 
 import os
@@ -34,24 +32,25 @@ def objective(
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
     With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). The loss's ratio, rho_used, divides by train (which gives exp(drift)), by
-    rollout (rho* itself) or by current (1). The bias of a token, or of a sequence if the loss takes one ratio per
-    sequence, is b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is one
-    term of the loss, including the advantage; w is the loss's correction weight, or 1 without a correction (in vespo, w
-    multiplies rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage of its
-    tokens.
+    rho* = current / rollout = exp(d + drift). The ratio in the loss, rho_used, is
+    current / train = exp(drift), current / rollout = rho* or current / current = 1, depending on the loss. The bias of
+    a token, or of a sequence if the loss takes one ratio per sequence, is b = w f(rho_used) - f(rho*), after arXiv
+    2605.14220, which defines b = f(rho* exp(-d)) - f(rho*). f is one term of the loss, including the advantage; w is
+    the loss's correction weight, or 1 without a correction (in vespo, w multiplies rho_used). Exponents are clamped to
+    +-20 nats. For a sequence-level ratio, the advantage is the mean over the sequence's tokens.
 
-    The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo,
-    sapo, vespo), fields of the loss, or both, such as `gspo,clip_high=0.01`. Sums use the loss's token weights within
-    an update (one inner iteration of a step), and figures of the run are means over updates. Masked rows and tokens
-    without a logprob add nothing to the sums, but count in the loss's divisors. `steps` (3:80, -10:, 2:200:2) selects
-    steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
+    The loss is read from the trace. `loss` overrides the recorded loss with a kind (ppo_clip, reinforce, gspo, rloo,
+    cispo, sapo, vespo), fields of the loss, or both, as in `gspo,clip_high=0.01`. Within an update (one inner iteration
+    of a step), sums use the token weights of the loss; figures of the run are means over updates. Masked rows and
+    tokens without a logprob add nothing to the sums but are included in the loss's divisors. The KL term is left out.
+    `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap).
 
-    With `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), its actors share the
-    tokens.
+    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) whose actors share the
+    work.
 
-    Questions that lack data (no advantages, no `current` pass, no trainer or no engine, an unknown loss) are listed in
-    `cannot` and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Questions that cannot be answered because data are missing (no advantages, no `current` pass, no trainer or no
+    engine, an unknown loss) are listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or
+    DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -90,7 +89,7 @@ def estimates(
 ) -> dict[str, Estimate]:
     """Return the figures of a run, with intervals over groups, from the columns of `totals_of`.
 
-    Resamples keep the recorded number of updates, and the token weights within them.
+    Resampling keeps the recorded number of updates, and the token weights within each update.
     """
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}

@@ -1,4 +1,4 @@
-"""Choose the loss, and the passes that serve as the trainer (at the sampling weights), the engine, and the current policy."""
+"""Choose the loss, and which passes serve as the trainer, the engine and the current policy."""
 
 from __future__ import annotations
 
@@ -32,29 +32,27 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that figures need: logprobs of the trainer at the sampling weights and of the engine; logprobs of the policy
-inside the loss and of the trainer; advantages."""
+"""Data that figures require. MISMATCH: logprobs of the engine, and of the trainer at the sampling weights; DRIFT:
+logprobs of the trainer and of the current policy in the loss; ADVANTAGE: advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes to read, and the questions that they can answer."""
-
     train: str
     rollout: str
     current: str
-    """The pass inside the loss; `train` if none was recorded."""
+    """Pass of the current policy in the loss; `train` if no such pass was recorded."""
     loss: Loss
     known: frozenset[str]
-    """Those of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
+    """Which of MISMATCH, DRIFT and ADVANTAGE the trace has data for."""
     notes: tuple[Statement, ...]
     """Caveats, as codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """Questions without an answer, as codes of sentences.CANNOT."""
+    """Questions that cannot be answered, as codes of sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose the passes to read, with substitutes for missing ones; None if the trace has no usable pass."""
+    """Choose the passes to read, with substitutes for missing ones; None without logprobs of `train` or `current`."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -88,17 +86,16 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles to read, one per pass; without `now` if no separate pass recorded the policy inside the loss."""
+    """Return the roles whose passes must be read; a role that reuses another role's pass is omitted."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield rows for all sequences that went through the loss in some steps, with or without tokens.
+    """Yield a row for every sequence and inner iteration that went through the loss in `steps`, even without tokens.
 
-    There is one row per sequence and inner iteration of the pass inside the loss. `sequence`, `unit` (the sequence's
-    group) and `micro_batch` are numbers, which are faster than names. `is_whole` is true if the response has tokens and
-    every pass has one logprob per token.
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if
+    the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -131,15 +128,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Fields of Loss that neither the trace nor an option sets, by kind. The bounds of gspo are from arXiv 2507.18071
-(section 5.1); that of cispo is TRL's recommendation, after arXiv 2510.13786."""
+"""Fields of Loss for each kind, used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
+2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
     """Return the loss, and where its settings come from, as codes of sentences.loss_basis.
 
-    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`; all other fields are as
-    recorded. Without a recorded loss, it is PPO with a clip of 0.2. Raises InvalidOption.
+    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`; all other fields keep
+    their recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -172,7 +169,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Reset the bounds of a loss whose kind will change, but keep its denominator and correction."""
+    """Keep only the denominator and the correction of a loss whose kind will change."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

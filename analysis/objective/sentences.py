@@ -1,5 +1,3 @@
-"""Sentences about an objective, by code."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -12,8 +10,7 @@ VERDICT: Mapping[str, str] = {
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
     "in_ratio": "The loss divides by the rollout's own logprobs, so the used ratio is the true ratio and the bias is 0. That "
-    "ratio contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
-    "trainer's.",
+    "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
     "no_effect": "The mismatch does not change the objective's value: every token contributes the same with the used ratio as "
     "with the true ratio.",
     "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
@@ -36,15 +33,15 @@ VERDICT: Mapping[str, str] = {
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
-    "correction": "These figures include the loss's correction; without its weights, the bias is {uncorrected_relative_bias_signed} "
-    "instead of {relative_bias_signed}, and absolute biases add up to {uncorrected_relative_abs_bias_percent} "
+    "correction": "These figures include the loss's correction; without the correction weights, the bias would be {uncorrected_relative_bias_signed} "
+    "instead of {relative_bias_signed}, and absolute biases would add up to {uncorrected_relative_abs_bias_percent} "
     "instead of {relative_abs_bias_percent}.",
 }
 
 _WAYS = {
     "up": "the loss overstates it",
     "down": "the loss understates it",
-    "opposed": "the clip raises the bias regardless of the mismatch, and without the clip the sign flips",
+    "opposed": "the clip raises the bias regardless of the mismatch, and without the clip the bias has the opposite sign",
 }
 
 CANNOT: Mapping[str, str] = {
@@ -55,7 +52,7 @@ CANNOT: Mapping[str, str] = {
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Questions without an answer, each with the reason or the data to record."""
+"""Questions that cannot be answered, with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
@@ -67,7 +64,7 @@ NOTES: Mapping[str, str] = {
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
-    "compare: they add nothing to the sums, but count in the loss's mean",
+    "compare: they add nothing to the sums but are included in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
     "micro_batches_unknown": "micro-batches were not recorded, so tokens are weighted over the whole update",
@@ -78,7 +75,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Say where the settings of the loss come from, by code."""
+    """Return where the loss settings come from, as sentences by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
@@ -112,7 +109,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 def _how_far(values: Mapping[str, Measured]) -> str:
     parts = []
     if "mean_abs_d" in values:
-        parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")
+        parts.append(f"the mismatch changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")
     if "clipped" in values:
         parts.append(f"{float(values['clipped']) * 100:.3g}% of the {values['terms']} are clipped")
     return f" ({'; '.join(parts)})" if parts else ""

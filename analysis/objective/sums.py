@@ -1,4 +1,4 @@
-"""Sums of every sequence, in one pass over the tokens.
+"""Sums over the tokens of each sequence, from one pass over the trace.
 
 Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), C columns.
 """
@@ -29,20 +29,22 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Sums over a sequence's tokens that count and are finite in every pass; num_nan and num_inf count the rest.
+"""Sums over the unmasked tokens of a sequence whose logprobs are finite in every pass.
 
-d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A
-< 0 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean.
+num_nan, num_inf: number of unmasked tokens with a NaN, or an infinite, logprob; d = train - rollout and
+drift = current - train, nats; spread: sums of squares and products around the means; num_bad: number of tokens with
+A < 0 and p(rollout) - p(current) >= 0.5; num_bad_mismatch: the same with p(train) instead of p(current); advantage: the
+mean.
 """
 
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms, separately by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
+"""Sums over terms, by the sign of the advantage; sizes and biases are multiplied by the number of tokens in the term.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction weight; plain: f(rho_used) - f(rho*);
 applied: w f(rho_used) - f(rho*); unclipped: A (w rho_used - rho*);
-clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
+clipped: number of terms clipped under rho*; to_clipped: only under rho_used; to_free: only under rho*."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
 """terms_known is the number of terms with an advantage."""
@@ -71,7 +73,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the numbers of tokens, and the log-ratios, which are 0 for tokens that do not count."""
+    """Return token counts by name, and the log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -114,7 +116,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of trainer, engine and policy in the loss. The trainer replaces missing passes."""
+    """Return the logprobs of trainer, engine and current policy; the trainer's are used for a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -132,19 +134,18 @@ class SequenceSums:
     """Sums as [N] arrays in a fixed order, one element per comparable row."""
 
     unit_N: np.ndarray
-    """Index of the row's group (group_id and step), or of the sequence without one."""
+    """Hash of the row's group (group_id and step), or of its sequence if it has no group."""
     updates: list[tuple[int, int]]
-    """[U] (step, inner iteration)."""
+    """(step, inner iteration) of each update."""
     update_N: np.ndarray
     """Index of the row's update in `updates`."""
     share_N: Array
     """Factor by which the loss multiplies each token's term within its update."""
     num_rows_U: np.ndarray
-    """[U] sequences that went through the loss, with or without a comparable token."""
+    """Number of sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
     """True if every sequence has a recorded micro-batch."""
     columns: dict[str, Array]
-    """[N] sums, by name in COLUMNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +154,12 @@ class _Batch:
     is_whole_R: np.ndarray
     """bool: the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
-    """Tokens that count in the loss."""
+    """Number of unmasked tokens."""
     columns_CN: np.ndarray
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Sum every sequence, reading the tokens once."""
     batches: list[_Batch] = []
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
@@ -182,7 +182,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # a sequence's single term stands for its compared tokens
+    if sides.loss.aggregation == "sequence":  # the sums multiply the term by the number of tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -222,7 +222,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number of tokens that the loss counts, by the mask alone, [R]."""
+    """Return the number of unmasked tokens, with or without logprobs, [R]."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -234,25 +234,24 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """Every row that went through the loss, as [R] arrays, which determine its divisors."""
+    """All rows that went through the loss, as [R] arrays; they determine the loss's divisors."""
 
     update_R: np.ndarray
     """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Tokens that the loss counts, by the mask alone."""
+    """Number of unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
     """0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
-        """[U] sequences per update."""
         return np.bincount(self.update_R)
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor [R] of each token's term in the loss; with aggregation `sequence`, of the sequence's term.
+    """Return the factor by which the loss multiplies each token's term, [R].
 
-    An update whose micro-batches were not recorded is treated as one batch.
+    With aggregation `sequence`, it is the factor of the sequence's single term. An update whose micro-batches were not recorded is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:

@@ -1,5 +1,3 @@
-"""Render an objective as text and JSON."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -9,7 +7,6 @@ from ..rows import Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
 NUM_WORST = 5
-"""Number of steps with the largest bias that are shown by default."""
 
 STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
@@ -18,7 +15,6 @@ STEP_COLUMNS = (
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
-    """Render the verdict, the figures with their intervals, and the worst steps or all steps."""
     found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
@@ -31,7 +27,6 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 
 def objective_json(found: Objective) -> dict[str, Any]:
-    """Return JSON-ready values: codes with their sentences, and the numbers of every step."""
     rendered = {name: getattr(found, name) for name in ("verdict", "notes", "cannot", "loss_from")}
     return asdict(found) | {"steps": found.steps} | rendered
 

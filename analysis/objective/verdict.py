@@ -15,13 +15,11 @@ from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure of a run, with its interval."""
-
     name: str
     value: float | None
     """None if the divisor is 0."""
     low: float | None
-    """Interval over groups; both ends are None if there is none."""
+    """Interval over groups; both ends are None if `no_interval` is set."""
     high: float | None
     no_interval: str | None
     """Why there is no interval; None if there is one."""
@@ -41,28 +39,29 @@ class Objective(Result):
     loss_basis: tuple[Statement, ...]
     """Where the loss settings come from, as codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """Passes that act as trainer (at the sampling weights), engine, and policy inside the loss."""
+    """Passes that serve as the trainer (at the sampling weights), the engine, and the current policy in the loss."""
     num_updates: int
-    """Updates (step, inner iteration), each a row of `steps`."""
+    """Number of updates (one per step and inner iteration); each has a row in `steps`."""
     num_rows: int
-    """Sequences that went through the loss, once per inner iteration; the divisor of means over sequences."""
+    """Number of sequences that went through the loss, counted once per inner iteration; means divide by it."""
     num_sequences: int
-    """Those that have a token that counts in the loss and has a finite logprob in every pass."""
+    """Number of these that have an unmasked token with a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
+    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Tokens with NaN in any pass, which all figures exclude; `num_inf` counts infinities."""
+    """Number of tokens with a NaN logprob in any pass; all figures exclude them."""
     num_inf: int
+    """Number of tokens with an infinite logprob in any pass; all figures exclude them."""
     num_groups: int
-    """Groups, which are resampled for the intervals."""
+    """Number of groups; intervals are computed by resampling groups."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Direction, size and location of the bias, as codes of sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
     """Caveats, as codes of sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """Questions without an answer, as codes of sentences.CANNOT."""
+    """Questions that cannot be answered, as codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
     """By name; see figures.FIGURES."""
     steps: Rows
@@ -80,7 +79,7 @@ class Objective(Result):
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Questions without an answer, and what to record, in sentences."""
+        """Questions that cannot be answered, and what to record, in sentences."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
@@ -89,14 +88,14 @@ class Objective(Result):
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return a figure's value; None if it has none."""
+        """Return the value of a figure; None if the figure is missing or undefined."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE. tim-trace's own convention: rewards are
-so noisy that a bias of 0.1% is invisible, but one of 5% is visible."""
+"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE up. A convention of
+tim-trace: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -126,8 +125,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
     """Return the sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
 
-    Clipping f(rho*) alone raises b, so no sign is reported if the bias without the clip (`unclipped`) has the opposite
-    sign.
+    Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
+    opposite sign.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}

@@ -1,7 +1,8 @@
 -- Autocorrelation of d along the response, one row per run.
--- Unit: correlations of d with d at a given lag in tokens, over pairs of counted, finite tokens.
+-- Unit: correlations of d with d at a given lag in tokens, over pairs of unmasked tokens with finite d.
 -- Source: a token's error reaches later tokens through the KV cache.
--- Meaning: rounding gives about 0; a large value means that a state (cache, position, weights) is wrong for several consecutive tokens.
+-- Meaning: rounding gives about 0; a large value means that a state (cache, position, weights) is wrong for several
+--   consecutive tokens.
 SELECT run, count(d) AS num_tokens, corr(d, after_1) AS lag_1, corr(d, after_2) AS lag_2,
        corr(d, after_8) AS lag_8, corr(d, after_32) AS lag_32
 FROM (

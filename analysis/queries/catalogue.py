@@ -16,29 +16,25 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""Passes a and b as the SQL files have them; `NamedQuery.over` replaces them."""
+"""Passes a and b as written in the SQL files; `NamedQuery.over` replaces them."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedQuery:
-    """A query in the catalogue."""
-
     name: str
     summary: str
-    """What the query returns, in one line."""
     unit: str
     source: str
     """Publication or code that the formula comes from."""
     meaning: str
     """How to read the result."""
     needs: str | None
-    """Data needed besides the logprobs of both passes; None if none."""
+    """Data that the query needs besides the logprobs of both passes; None if no others."""
     sql: str
     """Full text of the SQL file, for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
-        """Return the SQL for the passes a and b."""
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 

@@ -1,7 +1,8 @@
 -- Concentration of the mismatch: share of the sum of k3 in the top 0.1%, 1% and 10% of tokens, one row per run.
 -- Unit: shares; gini from 0 (all tokens equal) to 1 (all in one token).
 -- Source: arXiv 2602.04879 (improbable tokens dominate); IcePop masks 1 to 2 tokens in a thousand.
--- Meaning: a share near 1 means that outliers cause the mismatch and are cheap to cut; a share near 0.001 means that it is spread over all tokens.
+-- Meaning: a share near 1 means that outliers cause the mismatch and are cheap to cut; a share near 0.001 means that it
+--   is spread over all tokens.
 SELECT run, count(*) AS num_tokens, sum(k3) FILTER (place <= ceil(0.001 * n)) / sum(k3) AS top_thousandth,
        sum(k3) FILTER (place <= ceil(0.01 * n)) / sum(k3) AS top_hundredth,
        sum(k3) FILTER (place <= ceil(0.1 * n)) / sum(k3) AS top_tenth,

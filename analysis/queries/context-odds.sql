@@ -2,8 +2,9 @@
 -- Unit: slope is dimensionless; residual in nats.
 -- Needs: responses of one step to one prompt that continue a common prefix with different tokens.
 -- Source: a temperature divides all logits of a context: ln p_a(i) - ln p_a(j) = T_b / T_a (ln p_b(i) - ln p_b(j)).
--- Meaning: a temperature on one side gives a correlation of 1, a slope of T_b / T_a, and a residual near 0; other
---   weights give a correlation well below 1. A slope of 1 with a small residual means that the normaliser causes the mismatch, as with truncation.
+-- Meaning: a temperature on one side gives a correlation of 1, a slope of T_b / T_a, and a residual near 0; different
+--   weights give a correlation well below 1. A slope of 1 with a small residual means that the normaliser causes the
+--   mismatch, as with truncation.
 WITH neighbours AS (
     SELECT run, step, seq_id, before,
            list_min(list_filter(range(1, least(len(response_ids), len(other)) + 1),

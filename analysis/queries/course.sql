@@ -1,7 +1,8 @@
 -- The run over time: reward, responses, advantages, versions, entropy, updates and mismatch, one row per step.
 -- Unit: nats, tokens, updates; shares of the sequences; other columns as logged.
 -- Source: none; read the rows before and at the onset of a collapse.
--- Meaning: start with the quantity that changes first. share_top_reward or share_top_response near 1 means that all responses get the same reward or are identical; a growing lag means sampling from older weights.
+-- Meaning: start with the quantity that changes first. share_top_reward or share_top_response near 1 means that all
+--   responses get the same reward or are identical; a growing lag means sampling from older weights.
 SELECT pairs.run, pairs.step,
        s.num_sequences, s.mean_reward, s.share_top_reward, s.share_top_response, s.mean_length, s.max_abs_advantage, s.lag,
        metrics.grad_norm, metrics.learning_rate, metrics.loss, pairs.mean_a, pairs.mean_abs_d, pairs.max_abs_d

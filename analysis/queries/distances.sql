@@ -1,10 +1,10 @@
--- Other published distances, estimated from sampled tokens, one row per step.
+-- More published distances, estimated from sampled tokens, one row per step.
 -- Unit: k3_reverse and js_sampled in nats; the others are dimensionless.
 -- Source: NeMo-RL (policy_kl_error = k3 of -d; js_divergence_error = mean k3 of the passes against their mixture;
---   token_mult_prob_error = mean exp |d|; sampling_importance_ratio = mean exp d); arXiv 2512.23075 (SER = mean over sequences
---   of mean |exp d - 1|).
--- Meaning: NeMo-RL calls token_mult_prob_error below 1.05 and KLs below 0.001 safe; k3_reverse far above k3 means that the
---   trainer gives some sampled tokens almost no probability.
+--   token_mult_prob_error = mean exp |d|; sampling_importance_ratio = mean exp d); arXiv 2512.23075 (SER = mean over
+--   sequences of mean |exp d - 1|).
+-- Meaning: NeMo-RL calls token_mult_prob_error below 1.05 and KLs below 0.001 safe; k3_reverse far above k3 means that
+--   the trainer gives some sampled tokens almost no probability.
 SELECT run, step, count(*) AS num_tokens, avg(expm1_minus(-d)) AS k3_reverse,
        avg(expm1_minus(from_mean_a) + expm1_minus(from_mean_b)) / 2 AS js_sampled,
        avg(exp(abs(d))) AS mult_prob_error, avg(exp(d)) AS is_ratio_mean,

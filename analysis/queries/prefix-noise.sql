@@ -2,8 +2,9 @@
 -- Unit: nats; noisy_a and noisy_b are shares of the compared tokens.
 -- Needs: responses to the same prompt in one step that begin with the same tokens.
 -- Source: thinkingmachines.ai, Defeating Nondeterminism in LLM Inference.
--- Meaning: differences above 1e-3 on one side only: that side is not deterministic, or its rows were run differently.
---   No noise on both sides while d is large: different weights or a different context. In bfloat16, batching alone gives an rms of about 1e-2.
+-- Meaning: if only one side has differences above 1e-3, that side is not deterministic, or its rows were computed
+--   differently. If neither side has noise but d is large, weights or context differ. In bfloat16, batching alone gives
+--   an rms of about 1e-2.
 WITH neighbours AS (
     SELECT run, step, seq_id, before,
            -- Sorted responses share their longest prefix with a neighbour.

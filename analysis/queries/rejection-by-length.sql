@@ -2,7 +2,7 @@
 -- Unit: shares of the sequences; per_token_rejection is a share of tokens.
 -- Source: arXiv 2512.23075: a bound on the worst token keeps about exp(-p T) of responses of T tokens; verl's presets;
 --   tim-trace corrections has every rule.
--- Meaning: a rule that rejects most long responses trains on short ones, so response length drifts.
+-- Meaning: a rule that rejects most long responses leaves mainly short ones to train on, so response length drifts.
 SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_sequences,
        avg((max_k2 <= 0.05)::INTEGER) AS kept_by_max_k2_0_05,
        avg((mean_k3 <= 0.001)::INTEGER) AS kept_by_mean_k3_0_001,

@@ -3,8 +3,9 @@
 -- Needs: advantages.
 -- Source: arXiv 2512.23075: min(rho A, clip(rho) A) is rho A, unbounded, if A < 0 and rho > 1 + eps; a router flip from
 --   0.001 to 0.9 gives a ratio of 900.
--- Meaning: share_of_loss is their share of sum |rho A|; if it is large, a few outliers dominate the update. Use current:rollout
---   for a loss that divides by the rollout, current:train for one that divides by the trainer.
+-- Meaning: share_of_loss is the share of these tokens in sum |rho A|; if it is large, a few outliers dominate the
+--   update. Use current:rollout for a loss that divides by the rollout, current:train for one that divides by the
+--   trainer.
 SELECT run, step, count(*) AS num_tokens, avg((advantage < 0 AND d > ln(1.2))::INTEGER) AS share_beyond_1_2,
        avg((advantage < 0 AND d > ln(2))::INTEGER) AS share_beyond_2,
        avg((advantage < 0 AND d > ln(10))::INTEGER) AS share_beyond_10,

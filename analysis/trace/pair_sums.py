@@ -9,8 +9,9 @@ Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import duckdb
@@ -33,6 +34,9 @@ OF_DIFFERENCES = (
     "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
 )  # fmt: skip
 """Columns that `difference_sums` computes."""
+
+SUM_EXP_ABS_D = "sum_exp_abs_d"
+"""Sum of exp(|d|), with |d| of at most 700 nats. `difference_sums` computes it if asked; traces do not store it."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
@@ -129,7 +133,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
     for rows, within, starts_B in blocks(tokens.num_tokens_N[full_N]):
         a_T, b_T = (side_T[within].astype(np.float64) for side_T in (tokens.a_T, tokens.b_T))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            of_block = difference_sums(a_T, b_T, starts_B)
+            of_block = difference_sums(a_T, b_T, starts_B, sums.keys() - {*OF_PROBABILITIES})
             if any(name in sums for name in OF_PROBABILITIES):
                 of_block |= probability_sums(a_T, b_T, starts_B)
         for name in sums:
@@ -137,25 +141,60 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
     return {name: found[name] if name in found else sums[name] for name in names}
 
 
-def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, over d = a - b. A sequence begins at its index in `starts_B`."""
-    d_T = a_T - b_T
-    size_T = np.abs(d_T)
-    peak_B = np.maximum.reduceat(d_T, starts_B)
-    growth_T = np.expm1(d_T)
-    weight_T = np.exp(d_T - repeated(peak_B, starts_B, len(d_T)))
-    prob_diff_T = prob_differences(a_T, b_T, growth_T)
-    terms = {
-        "sum_d": d_T, "sum_abs_d": size_T, "sum_d2": d_T * d_T, "sum_k3": expm1_minus(d_T, growth_T),
-        "sum_expm1_d": growth_T, "sum_expm1_2d": growth_T * (growth_T + 2), "sum_weight": weight_T,
-        "sum_weight2": weight_T * weight_T, "num_outside": ((d_T < _LOWER) | (d_T > _UPPER)).astype(np.float64),
-        "sum_prob_diff": prob_diff_T,
-    }  # fmt: skip
-    sums = {name: np.add.reduceat(term_T, starts_B) for name, term_T in terms.items()}
-    return sums | {
-        "peak_d": peak_B, "max_abs_d": np.maximum.reduceat(size_T, starts_B),
-        "max_prob_diff": np.maximum.reduceat(prob_diff_T, starts_B),
-    }  # fmt: skip
+def difference_sums(
+    a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
+) -> dict[str, Array]:
+    """Return the [B] sums in OF_DIFFERENCES, or those in `names`. A sequence begins at its index in `starts_B`."""
+    of = _Differences(a_T, b_T, starts_B)
+    made: dict[str, Array] = {}
+    for name in names:
+        if name == "peak_d":
+            made[name] = of.peak_B
+        elif name in _LARGEST:
+            made[name] = np.maximum.reduceat(_LARGEST[name](of), starts_B)
+        else:
+            made[name] = np.add.reduceat(_SUMMED[name](of), starts_B)
+    return made
+
+
+class _Differences:
+    """Values of each token that the sums are made of, computed when first needed."""
+
+    def __init__(self, a_T: Array, b_T: Array, starts_B: np.ndarray):
+        self.a_T, self.b_T, self.starts_B, self.d_T = a_T, b_T, starts_B, a_T - b_T
+
+    @cached_property
+    def size_T(self) -> Array:
+        return np.abs(self.d_T)
+
+    @cached_property
+    def peak_B(self) -> Array:
+        return np.asarray(np.maximum.reduceat(self.d_T, self.starts_B))
+
+    @cached_property
+    def growth_T(self) -> Array:
+        return np.expm1(self.d_T)
+
+    @cached_property
+    def weight_T(self) -> Array:
+        return np.exp(self.d_T - repeated(self.peak_B, self.starts_B, len(self.d_T)))
+
+    @cached_property
+    def prob_diff_T(self) -> Array:
+        return prob_differences(self.a_T, self.b_T, self.growth_T)
+
+
+_SUMMED: dict[str, Callable[[_Differences], Array]] = {
+    "sum_d": lambda of: of.d_T, "sum_abs_d": lambda of: of.size_T, "sum_d2": lambda of: of.d_T * of.d_T,
+    "sum_k3": lambda of: expm1_minus(of.d_T, of.growth_T), "sum_expm1_d": lambda of: of.growth_T,
+    "sum_expm1_2d": lambda of: of.growth_T * (of.growth_T + 2), "sum_weight": lambda of: of.weight_T,
+    "sum_weight2": lambda of: of.weight_T * of.weight_T,
+    "num_outside": lambda of: ((of.d_T < _LOWER) | (of.d_T > _UPPER)).astype(np.float64),
+    "sum_prob_diff": lambda of: of.prob_diff_T, SUM_EXP_ABS_D: lambda of: np.exp(np.minimum(of.size_T, -_TINY)),
+}  # fmt: skip
+_LARGEST: dict[str, Callable[[_Differences], Array]] = {
+    "max_abs_d": lambda of: of.size_T, "max_prob_diff": lambda of: of.prob_diff_T,
+}  # fmt: skip
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:

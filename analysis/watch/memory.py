@@ -1,4 +1,4 @@
-"""Cache a run's series by step, and read again only the steps whose row counts have grown."""
+"""Cache a run's series by step; only steps whose row counts have grown are read again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Extent:
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Excluding replays that are not in the pair."""
+    """Number of scores, except those of replays outside the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Repeatedly counts a trace's rows; sealed files never change, so each is opened only once."""
+    """Counts the rows of a growing trace. Sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -77,7 +77,6 @@ class Surveyor:
         self._sealed: dict[str, _Counted] = {}
 
     def survey(self, source: Source) -> Extents:
-        """Count the rows in a trace. Raises DamagedTrace."""
         files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
             # Files were removed or steps were trained again, so the cached counts are out of date.
@@ -140,9 +139,9 @@ def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
 
 
 MOST_TOKENS = 10_000_000
-"""Response tokens read per refresh, newest steps first; a larger step is read alone."""
+"""Maximum number of response tokens read per refresh, newest steps first; the newest step is always read."""
 RATE_STEPS = 20
-"""Newest steps over which the training rate is measured."""
+"""Number of newest steps over which the training rate is measured."""
 Times = list[tuple[int, float]]
 """(step, seconds since 1970), ascending."""
 
@@ -153,9 +152,9 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """Cache of a run's series, with the same values as `read_series` returns.
+    """Cache of the series that `read_series` returns.
 
-    The share of changed weights is left out, because every refresh would have to read all weight versions again.
+    The share of changed weights is omitted, because every refresh would have to read all weight versions again.
     """
 
     def __init__(self, pair: Pair):

@@ -24,9 +24,10 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view; with `again`, in place of the one before.
+    """Print each view below the previous one, or with `again`, in its place.
 
-    Views fit the terminal and are redrawn when it is resized. Ctrl-C ends, and the last view stays on the screen.
+    With `again`, views are cut to fit the terminal and redrawn when it is resized; after Ctrl-C, the last view is
+    printed in full.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:

@@ -23,17 +23,14 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""From this height, in lines, empty lines separate the sections."""
+"""Terminal height, in lines, from which empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Rows that a section keeps as long as another one can be shortened."""
+"""Minimum number of rows per section, unless all sections must be cut below it to fit the screen."""
 _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """A watched run drawn for a terminal: header, alerts, changes, latest steps, sparklines, and the next command."""
-
     def __init__(self, seen: Watched, *, is_screen: bool = False):
-        """Create a view; `is_screen` limits it to the height of the screen."""
         self.seen, self._is_screen = seen, is_screen
         order = {name: place for place, name in enumerate(COLUMNS)}
         self._series = sorted(
@@ -55,7 +52,7 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return the rows shown in each section; on a screen, the longest sections are cut first."""
+        """Return the number of rows to show in each section; on a screen, the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
@@ -229,7 +226,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return a table without rules or headers; its last column wraps long texts."""
+    """Return a table without rules or headers; its last column wraps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -249,7 +246,7 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """Cut a text, such as a path, at the start to fit `width` columns."""
+    """Drop the start of a text that is wider than `width` columns, such as a path."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text

@@ -1,5 +1,3 @@
-"""Watch a run while it is being recorded."""
-
 from __future__ import annotations
 
 import os
@@ -28,12 +26,11 @@ from .watched import WAITING, Moved, Watched
 
 _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
-"""Series whose changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after this many times a step's average duration, but not before SILENT_S."""
+"""Silence is reported after SILENT_STEPS times the average duration of a step, but not before SILENT_S seconds."""
 SETTLED_S = 60.0
-"""Without new data for this many seconds, a command without an exit code has ended: `tim-trace record` was killed."""
+"""If no exit code is recorded and no data arrive for this many seconds, `tim-trace record` must have been killed."""
 
 
 class Watcher:
@@ -49,7 +46,7 @@ class Watcher:
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Follow the run `run_id`, and forget everything read before."""
+        """Follow the run `run_id`, and discard everything read so far."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)
@@ -78,7 +75,7 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view of a trace that does not exist (yet)."""
+        """Return the view of a trace that does not exist yet."""
         self._begin("")
         note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
@@ -119,7 +116,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since the last record, by file times while the run is live, otherwise by logged times."""
+        """Return the seconds since the last record, from file times during the run and logged times afterwards."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -127,7 +124,6 @@ class Watcher:
         return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Return the training rate in steps per minute, and how it was measured."""
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := _rate_of(self._memory.times)) is not None:
@@ -140,7 +136,7 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing has been recorded for unusually long, else an empty text."""
+        """Return advice if nothing has been recorded for an unusually long time, otherwise an empty string."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
@@ -151,7 +147,7 @@ class Watcher:
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """Find the changes in _MOVING, again only if one of these series has grown."""
+        """Find changes in the series of _MOVING; search again only if one of them has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -194,7 +190,7 @@ def _rate_of(times: Times) -> float | None:
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return the newest modification time of tables and journals, seconds since 1970; None if the storage has none."""
+    """Return the newest modification time of tables and journals, seconds since 1970; None if unknown."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:
@@ -207,7 +203,7 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Read the modification time from an entry; its keys depend on the file system."""
+    """Return the modification time of a file; the key that holds it depends on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )
@@ -229,8 +225,8 @@ def watch(
 ) -> Iterator[Watched]:
     """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
-    Yields a view every `every` seconds until the recording has ended; with `once`, a single view. Without `once`, it
-    waits for a trace that does not exist yet. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten,
+    Yields a view every `every` seconds until the recording has ended, first waiting for the trace if it does not exist
+    yet; with `once`, yields a single view. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten,
     `all`), and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
 
     Only steps that have grown are read again. A long run is read in portions, newest steps first; views show how many

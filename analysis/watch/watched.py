@@ -25,7 +25,7 @@ WAITING = "waiting"
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series shown for the latest steps, most important first; a narrow terminal shows only the first ones."""
+"""Series shown for the latest steps, most important first; as many as fit the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched(Result):
-    """A view of a run at one moment of its recording."""
+    """A view of a run at one moment of the recording."""
 
     _text = "tim_trace.analysis.watch.screen:watched_text"
 
@@ -46,16 +46,16 @@ class Watched(Result):
     state: str
     """`waiting`, `live`, `finished`, `killed` or `stopped`."""
     exit_code: int | None = None
-    """Exit code of the recorded command; None while it runs, or without a command."""
+    """Exit code of the recorded command; None while the command runs, or if there is none."""
     is_over: bool = False
     """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """What could not be read, and so is in no value; one sentence each."""
+    """Data that could not be read and are missing from all values, one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
-    """Steps whose tokens have not been read yet; values over the whole run exclude them."""
+    """Number of steps whose tokens have not been read yet; values over the whole run exclude them."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
@@ -77,7 +77,7 @@ class Watched(Result):
 
     @property
     def shown_steps(self) -> list[int]:
-        """Steps to show, out of those at which a series has a value."""
+        """Selected steps, among those at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
@@ -91,7 +91,6 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def latest_rows(seen: Watched) -> Rows:
-    """Return one row per step shown, and one column per series."""
     rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
     return Rows(("step", *seen.series), rows)
 
@@ -140,16 +139,16 @@ BROKEN = "!"
 """Marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds drawn with the most extreme of merged steps, so that spikes show; others are drawn with the mean."""
+"""Kinds of series drawn with the most extreme value of merged steps, so that spikes show; others use the mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw all steps of a series in at most `width` characters, scaled to its range.
+    """Draw all steps of a series in at most `width` characters.
 
-    The smallest value maps to the lowest character and the largest to the highest; a constant series is
-    drawn at the lowest level. A
-    character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the
-    largest for optimizer, length and policy series, else the mean. A space marks a missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
+    The smallest value is drawn with the lowest character and the largest with the highest; a constant series is drawn
+    with the lowest. A character that covers several steps shows the worst value of a mismatch (smallest ess, mean_d
+    farthest from 0), the largest value of an optimizer, length or policy series, and otherwise the mean. A space marks
+    a missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""

@@ -78,7 +78,6 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
 
 
 def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
-    """Return the arguments for LoraConfig. Raises CannotReplay if the recorded config has unsupported fields."""
     try:
         known = msgspec.to_builtins(msgspec.convert(recorded, _Lora))
     except msgspec.ValidationError as error:

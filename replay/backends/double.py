@@ -1,4 +1,4 @@
-"""True double precision: by default, transformers models round to float32 in norms and softmax."""
+"""Keep float64 models in float64 even in norms and softmax, which transformers computes in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
     """A context in which casts from float64 to float32 have no effect.
 
-    Other tensors are unaffected; rotary frequencies, which models define in float32, stay float32.
+    Tensors of other dtypes are unaffected, so rotary frequencies, which models define in float32, stay float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,8 +18,6 @@ CHUNK_BYTES = 128 << 20
 
 
 class BatchScorer:
-    """Base class of scorers, which turn a batch into log-probabilities."""
-
     grad_enabled = False
     """True if the recorded pass kept gradients, which affects the choice of kernels."""
 
@@ -29,7 +27,7 @@ class BatchScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Like a call, but differentiable if gradients are enabled."""
+        """Like `__call__`, but differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
@@ -45,7 +43,7 @@ class Head:
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """torch dtype of the projection; None for that of the hidden states."""
+    """torch dtype of the projection; None to use the dtype of the hidden states."""
     logits_dtype: Any = None
     """torch dtype of logits and everything computed from them; None for float32, or float64 after a float64 head."""
 

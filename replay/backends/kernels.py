@@ -13,8 +13,6 @@ from ...tracer.hooks.patches import replaced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """An attention implementation that an arm can select."""
-
     implementation: str = "sdpa"
     """transformers' name. `sdpa` is torch's scaled_dot_product_attention."""
     backend: str | None = None
@@ -63,7 +61,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    # Releases without this function always copy them.
+    # Releases of transformers without this function always copy them.
     return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 

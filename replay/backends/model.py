@@ -20,7 +20,6 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Maps a policy version's recorded tensors to those that the model loads."""
 _ROOM = 0.8
 """Share of a GPU's free memory that weights may use; the rest is for activations."""
 MAX_MODULES = 200_000
@@ -38,10 +37,10 @@ def build(
     """Build the model, with its adapters but without weights.
 
     `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
-    `experts` is transformers' name for the implementation of a mixture's experts. `factory`, as `module:function`,
-    builds the model instead; it is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory,
-    the class must be one of transformers' own, and no third-party code runs (see `trusted`) except the attention
-    kernels in `allow_kernel`, which may come from the hub. Raises CannotReplay.
+    `experts` is transformers' name for the implementation of a mixture's experts. `factory` names a function
+    (`module:function`) that builds the model instead; it is called with `config` (a dict), `dtype` (torch's) and
+    `attention`. Without a factory, the class must be one of transformers' own, and no third-party code runs (see
+    `trusted`) except the attention kernels in `allow_kernel`, which may come from the hub. Raises CannotReplay.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
@@ -103,8 +102,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
     """Return a function that maps a policy version's recorded tensors to those that the built model loads.
 
-    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate. `dtype` is torch's name of the recorded
-    dtype, in which adapters are merged on the CPU. Raises CannotReplay.
+    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate. `dtype` is torch's name for the
+    recorded dtype, in which adapters are merged on the CPU. Raises CannotReplay.
     """
     if not identity.get("adapters"):
         return lambda tensors: tensors
@@ -188,8 +187,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Change the tensors that do not have the model's dtype: to float32 if transformers keeps them in float32 in a
-    16-bit model (such as a router's bias), to float64 if a model always creates them in float32."""
+    """Correct the dtypes of tensors: use float32 where transformers keeps float32 in a 16-bit model (such as the bias
+    of a router), and float64 where the class creates float32 tensors even in a float64 model."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -224,7 +223,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
                     f"{tuple(target.shape)}"
                 )
             if dtype is None and source.dtype != target.dtype:
-                # The run kept this tensor in another dtype.
+                # The run kept this tensor in a different dtype.
                 target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)
@@ -238,8 +237,9 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weights of experts and of all linear layers but the head to values of a quantised engine, in their own
-    dtype.
+    """Round the weights of experts and linear layers (but not the head) to values that a quantised engine would hold.
+
+    Their dtype does not change.
 
     Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
     """
@@ -258,7 +258,7 @@ def quantize(model: Any, kind: str) -> None:
 def rounded(weight_OI: Any, kind: str) -> Any:
     """Round a weight to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
 
-    int8 has 255 values, int4 has 15.
+    int8 has 255 distinct values, int4 has 15.
     """
     parts = []
     for part_OG in weight_OI.float().split(GROUP, dim=1):

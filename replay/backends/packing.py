@@ -12,11 +12,10 @@ from typing import Any
 from ...schemas.errors import CannotReplay, option
 
 NAME = "tim_trace_packed"
-"""The attention's name in transformers."""
 
 
 def register() -> None:
-    """Register the attention with transformers. It takes the rows as `packed` instead of a mask."""
+    """Register the attention with transformers. Instead of a mask, it takes the argument `packed`, a RowSpans."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -27,7 +27,7 @@ def followed(
     """Append to `into` the routers' choices for each row in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
-    router's own choice. With `keeps_same_sets`, so do tokens whose recorded set of experts the router selects anyway.
+    router's own choice. With `keeps_same_sets`, so do tokens for which the router selects the recorded experts anyway.
     Raises CannotReplay if the recorded choices do not fit this model.
     """
     if not known:
@@ -50,8 +50,6 @@ def followed(
 
 
 class Table:
-    """The recorded choices, laid out like the batch."""
-
     def __init__(
         self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
     ):

@@ -1,4 +1,4 @@
-"""Scoring with our head on a transformers model (prefill, packed, or through the KV cache) or on the user's own model.
+"""Score with our own head, on a transformers model (prefill, packed, or through the KV cache) or on a user's model.
 
 Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
 vocabulary.
@@ -126,7 +126,10 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or `.logits`."""
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`.
+
+    The model returns logits [B, W, V], or an object that has them as `.logits`.
+    """
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

@@ -1,4 +1,4 @@
-"""Scoring with TRL's own code, run on the rebuilt model."""
+"""Score with TRL's own code on the rebuilt model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from .head import BatchScorer
 
 
 class TrlScorer(BatchScorer):
-    """Calls the trainer's scoring function as the recorded pass did."""
-
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
         """Give the model TRL's fused head. Autocast is off if `autocast_dtype` is None.
 
@@ -40,7 +38,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As in Accelerator.prepare_model with mixed precision: the forward pass runs in autocast, returns float32.
+            # As Accelerator.prepare_model does with mixed precision: run in autocast, return float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward

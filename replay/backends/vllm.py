@@ -1,4 +1,4 @@
-"""Scoring with vLLM: prefill of the whole sequence, or decode with the recorded tokens forced.
+"""Score with vLLM, by prefilling the whole sequence or by decoding with the recorded tokens forced.
 
 Shapes: T response tokens in a row, V vocabulary.
 """
@@ -74,7 +74,7 @@ class VllmEngine:
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
         """Reload weights in the running engine. Return False unless every weight verifiably arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU, vLLM keeps the packing of the first version's experts.
+        # On a CPU, vLLM would keep the packed experts of the first version.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -95,8 +95,8 @@ class VllmEngine:
     ) -> list[np.ndarray]:
         """Return each row's response logprobs [T] float32.
 
-        These are the engine's raw logprobs, or the logprobs after temperature, top-k and top-p, applied in this order.
-        Raises CannotReplay.
+        These are the engine's raw logprobs or, if any of these is set, the logprobs after temperature, top-k and top-p,
+        in this order. Raises CannotReplay.
         """
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
@@ -185,7 +185,7 @@ class VllmEngine:
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
         if self.device == "cuda" and not self._has_workers:
-            # The free share minus a reserve, but at most vLLM's default.
+            # Use the free share of memory minus a reserve, but no more than vLLM's default.
             free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
             more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
         text = self.config.get("text_config") or self.config
@@ -229,7 +229,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM reports logprobs from before processors."""
+    """Return a logits processor that allows only the forced token. vLLM computes logprobs before it runs processors."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

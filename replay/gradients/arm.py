@@ -16,11 +16,9 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """What to change when a recorded gradient is recomputed. By default, nothing."""
-
     logprobs: str | None = arm_option(
-        "Pass to use as the denominator of the importance ratio, and instead of train in the ratio train / rollout of the "
-        "correction: train, rollout (bypass), current (ratio 1), or replay/<arm>.",
+        "Pass to use as the denominator of the importance ratio, and in place of train in the correction's ratio "
+        "train / rollout: train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip
     correction: str | None = arm_option(

@@ -51,10 +51,10 @@ def gradient(
     untruncated weights train / rollout, which the other corrections approximate.
 
     The variance over micro-batches needs at least 4 of them. `loss` sets fields of the loss that the trace does not
-    have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as `module:function`, builds a model
-    whose class is not in transformers. `weights_from` is the folder with the run's checkpoints, for a trace without
-    weights. `allow_kernel` lists recorded attention kernels that may be fetched from the hub and run. Nothing is
-    written.
+    have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function
+    (`module:function`) that builds a model whose class is not in transformers. `weights_from` is the folder with the
+    run's checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be fetched
+    from the hub and run. Nothing is written.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
     connects to a running one, whose nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per
@@ -95,7 +95,7 @@ def gradient(
 class _Outcome:
     step: int
     results: list[GradientStep]
-    """One per update and arm, up to the error."""
+    """One result per update and arm; if the step was refused, only those before the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 

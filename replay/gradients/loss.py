@@ -35,8 +35,6 @@ micro-batch's mean by the number of micro-batches."""
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """Loss of an optimizer step in an arm."""
-
     loss: Loss
     """The recorded loss with the arm's correction."""
     below: str
@@ -137,7 +135,7 @@ class _Cells:
     advantage: Any
     """[B, 1] or [B, T]: one advantage per row, or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Pads each row's values to [B, T] with its second argument."""
+    """Pads each row's values to [B, T]; its second argument is the padding value."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -165,7 +163,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], without a graph; NaN for tokens without a logprob."""
+        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)

@@ -1,5 +1,3 @@
-"""Results of `tim-trace gradient`."""
-
 from __future__ import annotations
 
 import math
@@ -27,7 +25,7 @@ class ModuleGradient:
     norm_ratio: float | None
     """|a| / |r|; None if r is 0."""
     bias: float
-    """mean over micro-batches of n a_i - n r_i| = |a - r|."""
+    """|mean over micro-batches of n a_i - n r_i| = |a - r|."""
     variance: float | None
     """Variance of a as a mean over micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
 
@@ -38,21 +36,21 @@ class GradientStep:
 
     step: int
     policy_version: int
-    """Weights at which the gradient is taken."""
+    """Policy version of the weights at which the gradient is taken."""
     arm: str
     num_sequences: int
     num_tokens: int
-    """Tokens that count in the loss."""
+    """Number of tokens included in the loss."""
     grad_norm: float
-    """As computed by torch's clip_grad_norm_."""
+    """Norm of the whole gradient, as computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if there is none, or if it cannot be matched with this update."""
+    """Norm logged by the trainer; None if none was logged, or if it is unclear which one belongs to this update."""
     reproduced: bool | None
     """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
     forward_held: bool
     """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Micro-batches from which the variance is computed; 0 if there are too few."""
+    """Number of micro-batches from which the variance is computed; 0 if there are too few."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()

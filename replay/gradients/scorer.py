@@ -1,5 +1,3 @@
-"""An arm's model with a differentiable forward pass."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -26,7 +24,6 @@ class GradientScorer(HfScorer):
     pass_of_rows = "per forward and backward pass"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Use the recorded train mode and gradient checkpointing."""
         scorer = super().attach(model, shared)
         self._routers = []
         model.train(self.trains)

@@ -24,9 +24,8 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Fewest micro-batches from which a variance is computed."""
+"""Minimum number of micro-batches from which a variance is computed."""
 _PIECE = 1 << 24
-"""Number of tensor elements processed at a time."""
 
 Gradient = Sequence[Any]
 """One tensor per parameter; None for a parameter without a gradient."""
@@ -38,7 +37,6 @@ class Sums:
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-        """[M] number of parameters per kind of module."""
 
     def squares(self, gradient: Gradient) -> np.ndarray:
         """Return the squared norm [M] of a gradient in each kind of module."""
@@ -67,7 +65,7 @@ class StepPasses:
         self._reference: list[Any] | None = None
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """Return an arm's results, with the weights that its scorer has loaded. Raises CannotReplay."""
+        """Compute an arm's results with the weights that its scorer has loaded. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -75,7 +73,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # Bit for bit the norm of clip_grad_norm_.
+        # The norm is the same as in clip_grad_norm_, bit for bit.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -109,7 +107,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the logged grad norm cannot be told apart from those of the step's other updates")
+            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -117,7 +115,6 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the gradient norm differs from the logged one."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")

@@ -20,7 +20,7 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Contract field `source` of a pass whose logprobs come from the loss's own forward pass."""
+"""Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
 """A recorded forward pass: the writer, and its forward_id."""
 
@@ -30,7 +30,7 @@ class LossRow:
     row: RecordedRow
     """The sequence as recorded in the loss's own forward pass."""
     mask: np.ndarray
-    """[T] bool: true for tokens that count in the loss."""
+    """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
     """[1] or [T] float32: one advantage per sequence, or one per token."""
     group: str
@@ -44,7 +44,7 @@ class LossRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of tokens included in the loss."""
         return int(self.mask.sum())
 
 
@@ -61,7 +61,7 @@ class Update:
     rows: tuple[LossRow, ...]
     """In the order of their recorded forward passes."""
     step_tokens: int
-    """Tokens of the whole recorded step that count in the loss."""
+    """Number of tokens in the whole recorded step that are included in the loss."""
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
@@ -72,7 +72,6 @@ class Update:
 
     @property
     def composition_known(self) -> bool:
-        """True if the trace records which sequences formed each micro-batch."""
         return all(entry.row.composition_known for entry in self.rows)
 
     @cached_property
@@ -87,7 +86,6 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
 
@@ -106,7 +104,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return the logged values by step of the first of these metrics that the trace has; empty if it has none."""
+    """Return the values by step of the first of these metrics that was logged; empty if none was logged."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -159,7 +157,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows rescored under the same policy version with different logprobs, and note how many were dropped."""
+    """Drop rows that were rescored with different logprobs under the same policy version, and note how many."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -169,7 +167,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again with other weights under the same policy version; their optimizer steps "
+        f"{dropped} rows were scored again with different weights under the same policy version; their optimizer steps "
         f"cannot be told apart, so only the first step is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]

@@ -1,10 +1,11 @@
 """Bounds on an operator's rounding error, computed from its inputs.
 
-u is a dtype's unit roundoff (half the distance from 1 to the next number). A sum of n products in precision u differs
-from the exact sum by at most g(n) u sum|a||b|, whatever the order of addition: always for g(n) = n (Higham, Accuracy
-and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a
-probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem
-3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy and Schwarz).
+u is a dtype's unit roundoff (half the distance from 1 to the next number). Whatever the order of addition, a sum of n
+products in precision u differs from the exact sum by at most g(n) u sum|a||b|. For g(n) = n, this always holds (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). For g(n) = 8 sqrt(n), it holds with a probability of
+at least 1 - 2 n exp(-32) if rounding errors are independent and have mean zero (Higham and Mary, SIAM J. Sci. Comput.
+41, 2019, theorem 3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy
+and Schwarz).
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -48,8 +49,6 @@ def growth(length: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The dtypes in which an operator computes, and their unit roundoffs."""
-
     given: Any
     """torch dtype of the output."""
     taken: Any
@@ -57,7 +56,7 @@ class Rounding:
     weight: Any = None
     """torch dtype of the weight; None if the operator has no weight."""
     recorded: Any = None
-    """torch dtype of the recorded weight, from which the operator's may have been rounded."""
+    """torch dtype of the recorded weight, from which the operator's weight may have been rounded."""
     adds: bool = False
     """True if the operator adds two tensors to get its input and may use the unrounded sum."""
 
@@ -67,12 +66,12 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff of accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's products."""
+        """Unit roundoff of accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's matmuls."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Unit roundoff if inputs and weights are rounded to a narrower dtype before they are multiplied."""
+        """Relative error from rounding inputs and weights to a narrower dtype before they are multiplied."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -141,7 +140,7 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error of rotating pairs of elements by float32 angles, however they are paired: [T, N, D].
+    """Bound the error [T, N, D] of rotating pairs of elements by float32 angles, whichever elements form a pair.
 
     A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
     """
@@ -150,7 +149,7 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error of one elementwise sum or product, with a factor applied before or after."""
+    """Bound the error of one elementwise sum or product, including a factor applied before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
@@ -212,8 +211,8 @@ def of_logprobs(
 ) -> Any:
     """Bound the error [T] of a projection followed by a log-softmax.
 
-    Without `weight` there is no projection. `logits` [T, V] are exact, and already divided by the temperature. `casts`
-    is `Rounding.casts` for the projection.
+    Without `weight`, there is only the log-softmax. `logits` [T, V] are exact, and already divided by the temperature.
+    `casts` is `Rounding.casts` for the projection.
     """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
@@ -227,7 +226,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Bound the error of a linear layer or, if `slot` is above 0, of a router's scores to first order."""
+    """Bound the error of a linear layer or (if `slot` is above 0), to first order, of a router's scores."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -283,7 +282,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each value is off by one rounding, and the norm is too.
+    # If the operator used the unrounded sum, each value differs by up to one roundoff, and so does the norm.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__

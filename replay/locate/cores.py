@@ -19,27 +19,23 @@ from .names import ATTENTION, kind_of, layer_of
 from .taps import like
 
 ROTARY = "rotary"
-"""Kind of operator that rotates queries and keys."""
 STATES = "queries", "keys", "values"
 """Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys are
 wrong, because keys pass through a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
-"""Relative difference of queries or keys from which a norm counts as missing, or dimensions as reordered."""
+"""Minimum relative difference in queries or keys that is attributed to a wrong norm or to reordered dimensions."""
 
 
 class Cores:
-    """Judges the attention cores in one row's forward pass."""
-
     def __init__(self, heard: Heard, operators: Collection[str]):
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norm was observed: a set each for queries, keys and values."""
+        """Layers in which a norm was observed, as three sets: for queries, for keys and for values."""
 
     def note_norm(self, name: str) -> None:
-        """Note a norm of queries, keys or values; ignore other modules."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -95,7 +91,7 @@ class Cores:
                 # The same tables rotate queries and keys, so if only the keys are wrong, they were changed after the
                 # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # The norm of each head's vector is the same with and without a rotation.
+                # A rotation does not change the norm of a head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right
@@ -107,8 +103,8 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain these wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves the norm of each head's vector. So if the norms differ and the norm layer before it was not
-        observed, that layer is wrong.
+        A rotation preserves the norm of each head's vector. So if the norms differ, and the norm layer before the
+        rotation was not observed, that layer is wrong.
         """
         norms = [
             (name, kind_of(name))
@@ -123,8 +119,9 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return where each dimension [D] is in the execution's queries and keys; None if the order is that of the float64
-    model.
+    """Return, for each dimension [D] of the float64 model's queries and keys, its index in the execution's.
+
+    None if the order is the same, or if no order fits.
 
     Attention scores do not depend on the order of dimensions, as long as queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.

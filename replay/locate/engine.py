@@ -36,13 +36,13 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Limit on the difference, in nats, between float64 log-probabilities of two implementations of the same function."""
+"""Maximum difference, in nats, between the float64 log-probabilities of two implementations of one function."""
 _SHARE_OF_MEMORY = 0.25
-"""Share of the free memory for recorded operator values."""
+"""Share of the free memory that recorded operator values may take."""
 _TASKS = 4
 """Progress units per sequence: one for running both executions, two for judging them, one for propagating errors."""
 _NEAR_VERSIONS = 8
-"""How many policy versions, before and after the step's own, are searched for a tensor that differs."""
+"""Number of nearby policy versions, in each direction, that are searched for a tensor that differs."""
 
 
 def locate(
@@ -63,12 +63,13 @@ def locate(
     tapped_bytes: int | None = None,
     progress: Progress = no_progress,
 ) -> Located:
-    """Find where two executions of recorded sequences diverge: `analysis.locate` without shares and intervals.
+    """Find where two executions of recorded sequences diverge.
 
-    Additional options: `prepare` and `prepare_against` modify a model built by transformers after its weights are
-    loaded; that side then counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded
-    operator values, a quarter of the free memory by default. Layers that do not fit together are processed in windows.
-    Nothing is written.
+    This is `analysis.locate` without the shares and intervals, and with three more options. `prepare` and
+    `prepare_against` are functions that modify a side's model after its weights are loaded; that side is then treated
+    as user code, as it is with `model_factory`. `tapped_bytes` is the memory for recorded operator values, by default a
+    quarter of the free memory. If the values of all layers do not fit, layers are processed in windows. Nothing is
+    written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -96,7 +97,6 @@ def locate(
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
-    """Select operators by the layer index in their names."""
     if text is None:
         return lambda name: True
     try:
@@ -140,7 +140,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """By side, an execution in float64 of code that is not the recorded model's."""
+        """For each side that runs user code, an execution of that code in float64."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -181,7 +181,7 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """`only` says to which layers and operators the search is limited. `tapped_bytes` is for operator values."""
+        """`only` describes the limits on layers and operators. `tapped_bytes` is the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -229,7 +229,6 @@ class _Location:
         )
 
     def _pooled(self, tapped_bytes: int) -> Pooled:
-        """Judge all sequences, in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
@@ -287,7 +286,6 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield each side's weights that differ from the recorded ones."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -315,7 +313,6 @@ class _Location:
 
 
 def _check_form(model: Any) -> None:
-    """Raise CannotReplay if the operators of the model's float64 copy cannot be observed."""
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:

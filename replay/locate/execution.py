@@ -1,4 +1,4 @@
-"""One of the two executions to compare: an arm's model, observed and changed while it scores."""
+"""One of the two executions to compare: an arm's model, whose operators can be observed and replaced as it scores."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 Prepare = Callable[[Any], None]
 """Modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Observes one forward pass, given the batch and, by row index, the objects that record the rows' values."""
+"""Takes a batch and, by row index, the objects that record its rows' values. Observes one forward pass."""
 
 
 class Execution:
-    """An arm's model with the weights of a step."""
-
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """See `Arithmetic.attention_cut`."""
     _keeps_double = True
     """True if torch must be kept from narrowing the values of a float64 model."""
     reference: Reference | None = None
@@ -57,16 +54,14 @@ class Execution:
         self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
         self.built: Any = None
-        """What the scorer built."""
 
     @property
     def model(self) -> Any:
-        """The model that holds the weights."""
         return self.built
 
     @property
     def is_other_code(self) -> bool:
-        """True if the model runs the user's code, not that of the recorded transformers model."""
+        """True if the model runs the user's code instead of that of the recorded transformers model."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
@@ -86,7 +81,7 @@ class Execution:
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention may round scores and softmax to the dtype. torch chooses the kernel unless one is set."""
+        """True if attention may round scores and softmax to the model's dtype, as some of torch's kernels do."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -103,7 +98,7 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of the weights, and so of all rounding; None if there is no such limit."""
+        """Coarsest dtype of any weight: operators round to no coarser one. None if there is no such limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -121,7 +116,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return [T] float64 logprobs of `rows` by sequence, in the batches of `of`, each run in context `around`."""
+        """Return the float64 logprobs [T] of `rows` by sequence. Batches are formed from `of`, and run in `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -169,7 +164,7 @@ class Execution:
 class ExactExecution(Execution):
     """An arm of the exact engine with the weights of a step. Its operators have transformers' names.
 
-    The engine stores values of its dtype in float64 tensors, but they are observed in its dtype.
+    The engine keeps its values in float64 tensors. They are recorded in the dtype to which they were rounded.
     """
 
     scorer_of = ExactArmScorer
@@ -224,7 +219,6 @@ def _heard_exactly(
 
 
 def check_heard(arm: Arm) -> None:
-    """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
         why = "comparing operators requires one forward pass per row that runs every operator"
         if name == "compile":

@@ -1,7 +1,8 @@
 """Compare mixtures of experts with float64: the router's choice, the weights that the experts use, and their sum.
 
 Logits alone do not determine a choice: a router may take the highest ones, or choose by groups, with a bias, or from
-scaled scores. So the router runs again, and as soon as it has computed its logits, the execution's replace them.
+scaled scores. So the router runs again, and as soon as it has computed its logits, they are replaced with those of the
+execution.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -23,13 +24,13 @@ from .taps import Call, tokens_first
 EXPERTS, ROUTER = "experts", "router"
 """Kinds of operators: a mixture's experts with their sum, and its choice of experts if the router was unobserved."""
 _MOST_FLIPPED = 0.25
-"""Share of tokens whose experts may differ from the float64 model's because of rounding, if the router was not
-observed. If more differ, the choice itself counts as wrong."""
+"""Maximum share of tokens whose experts may differ from the float64 model's because of rounding, if the router was not
+observed. If the share is larger, the choice itself is judged to be wrong."""
 _STEPS = 4.0
 """Rounding error allowed for an expert's logit, and for each later value up to the choice, in unit roundoffs."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts of the chosen experts' values and of the others', in units of the allowed rounding error. A choice is accepted
-if it follows from the logits under one of them."""
+"""Pairs of shifts, in units of the allowed rounding error: one for the values of the chosen experts, one for all other
+experts. A choice is accepted if it follows from the logits under any of these pairs."""
 
 
 def judge_router(
@@ -42,7 +43,7 @@ def judge_router(
     below that of the float64 choice by at most twice the bound.
     """
     kind, layer = kind_of(name), layer_of(name)
-    # Some routers return choices before logits, but logits are wider.
+    # Some routers return choices before logits, so logits are recognised by their width.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -98,7 +99,7 @@ def judge_router(
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
     """Judge the weights [T, S] that experts use, if these are not the observed output of the router.
 
-    Tokens with other experts are skipped, unless they are more than rounding can explain.
+    Tokens with different experts are skipped, unless there are more of them than rounding can explain.
     """
     if len(takes) != len(found):
         return
@@ -118,7 +119,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
         return
     bound = bounds.of_sum(exact.abs(), heard.rounding(given.dtype), 8.0)
     for (of, operator), (_, unheard) in heard.unheard.items():
-        if of == layer and operator in ("gate", "router"):  # the weights' relative error is the logits' error
+        if of == layer and operator in ("gate", "router"):  # an error in a logit is a relative error in the weight
             logits = unheard(given.dtype).reshape(len(exact), -1).amax(-1, keepdim=True)
             bound = bound + 2.0 * logits * exact.abs()
     heard.judgement.add(where, ROUTER, layer, given[same_T], exact[same_T], bound[same_T])

@@ -1,4 +1,4 @@
-"""One row's forward pass in float64, with an execution's values put in before and after each operator.
+"""Run one row in float64, replacing the values before and after each operator with those of an execution.
 
 A computation between modules (an addition to the residual stream, a rotation, a product) is judged at the input of the
 next operator.
@@ -46,8 +46,6 @@ _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_p
 
 
 class Forward:
-    """Judges one row's forward pass while the float64 model runs it."""
-
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
         """`operators` are those of the float64 model. `names` maps the ids of its modules to their names."""
         self._heard, self._operators, self._names = heard, operators, names
@@ -56,7 +54,7 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Put in the execution's values before and after each operator."""
+        """Within the block, replace the values before and after each operator with the execution's, and judge them."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
@@ -101,7 +99,7 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(each is None for each in call.gives):  # e.g. if called for a few tokens at a time
+        if call is None or all(each is None for each in call.gives):  # e.g. if it runs for a few tokens at a time
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
@@ -122,7 +120,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # end of a custom attention
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # output projection of a custom attention
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)
@@ -156,19 +154,19 @@ class Forward:
                 self._judgement.add_differing(f"{name}.positions", ROTARY, layer, differs, taken.numel())
             return new
         if slot and are_experts(self._operators[name]):
-            return new  # weights of a choice, which are judged with the choice
+            return new  # weights of the chosen experts, which are judged with the choice
         if last == "rotary_emb":
-            # The rotary uses only the hidden states' dtype. The computation before is judged at the layer's input.
+            # The rotary uses only the dtype of the hidden states, which are judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)
-        # In place if possible, since the same values are later added to the residual stream.
+        # Values are replaced in place if possible, since they are later added to the residual stream.
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """Judge the input of a layer's first operator if it differs from the layer's input; return True if so."""
+        """If the input of a layer's first operator differs from the layer's input, judge it and return True."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False
@@ -206,7 +204,7 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                # Its output goes straight to the activation.
+                # The operator's output goes straight to the activation.
                 if missed is not None and bool((missed[0] == exact).all()):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:

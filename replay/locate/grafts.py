@@ -56,7 +56,7 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return the taker's [T] float64 logprobs by sequence, with the giver's operators, in the batches of `of`."""
+        """Return the taker's float64 logprobs [T] by sequence, with the giver's operators, batched from `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
@@ -92,7 +92,6 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, for its device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
@@ -199,8 +198,6 @@ def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
 
 
 def _gate(gate: Any, module: Any) -> Callable[..., Any]:
-    """Return a function that runs a vLLM mixture's router and returns logits, weights and experts."""
-
     def computed(taken: Any) -> Any:
         hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
         logits = gate(hidden)

@@ -21,7 +21,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative of the common activations: that of GELU."""
+"""Maximum derivative of any common activation, reached by GELU."""
 
 
 class Arithmetic(Protocol):
@@ -45,15 +45,13 @@ class Arithmetic(Protocol):
 
 
 class Heard:
-    """Observed and unobserved operators of an execution, in one row's forward pass."""
-
     def __init__(
         self, taps: RowTaps, arithmetic: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
         first_position: int,
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # Stored, because both properties read all weights.
+        # Read only once, because both properties go through all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
@@ -62,7 +60,7 @@ class Heard:
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """Exact outputs of unobserved operators, each with a function from dtype to the bound, by (layer, kind)."""
+        """By (layer, kind), an unobserved operator's exact output, and a function from a dtype to its error bound."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
@@ -79,13 +77,12 @@ class Heard:
         return call
 
     def called(self, name: str) -> str:
-        """Return the name of an operator's current call."""
         return self._names.present(name)
 
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding for values of these dtypes, but none coarser than the execution's coarsest dtype."""
+        """Return the rounding for these dtypes, replacing any that is coarser than the execution's coarsest dtype."""
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -97,7 +94,7 @@ class Heard:
         self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
     ) -> Any:  # fmt: skip
-        """Bound the error of an operator's output, in the shape of `given`, which was computed in `made_in` if set."""
+        """Bound the error of an operator's output `given`, in its shape. `made_in` is its dtype before any cast."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -106,7 +103,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Bound the error of an attention core's output [T, N, D]. `turns` adds the rotary's error."""
+        """Bound the error of an attention core's output [T, N, D]. With `turns`, include the rotary's error."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -119,8 +116,8 @@ class Heard:
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
         """Bound the error of the residual stream.
 
-        A branch may be multiplied before it is added. With several branches (parallel attention and MLP, routed and
-        shared experts), a partial sum may be rounded too.
+        A branch may be multiplied by a factor before it is added. With several branches (parallel attention and MLP,
+        routed and shared experts), partial sums may be rounded too.
         """
         size = exact.abs()
         for branch in self.branches:
@@ -132,7 +129,7 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtype of an operator's weight, in use and as recorded.
+        """Return the dtype of an operator's weight in the execution, and the recorded one.
 
         If the execution has no weight of this name, the coarsest dtype of its weights is assumed.
         """
@@ -146,7 +143,7 @@ class Heard:
     # --- operators that were not observed -----------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an unobserved operator: its exact output, and a function from dtype to the bound."""
+        """Note an unobserved operator: its exact output, and a function from a dtype to the error bound."""
         layer = layer_of(name)
         if any(other != layer for other, _ in self.unheard):  # left over from a finished layer
             self.unheard.clear()
@@ -162,14 +159,14 @@ class Heard:
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
         """Return an unobserved operator's output and the bound on its error, in the shape of `exact`; None if there is
-        no such operator or its output has another size."""
+        no such operator, or if its output has a different size."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound for an activation's or the last projection's input."""
+        """Return what unobserved projections add to the bound on the input of the activation or the last projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

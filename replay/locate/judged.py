@@ -1,4 +1,4 @@
-"""Operators compared with float64, with errors in units of the rounding bound.
+"""Compare operators with float64, and measure their errors in units of the rounding bound.
 
 Shapes: T tokens, X all other axes of a tensor, flattened.
 """
@@ -16,9 +16,9 @@ Point = tuple[str, str, int]
 """Call name of an operator, TAKES or GIVES, and index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What user code may raise for dtypes, batches or environments that it does not support."""
+"""Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
-"""Larger than the number of operators in a layer."""
+"""Number of orders reserved for each layer, more than any layer has operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Judged:
     largest: float
     """Largest error of a token, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the values is finite or if a choice differs."""
+    """Largest introduced error divided by its bound; inf if only one of the two is finite or if a choice differs."""
     token: int
-    """Index in the row (prompt and response) of the token with the largest error."""
+    """Index in the row (prompt and response) of the token with the largest ratio."""
     dtype: str
-    """torch's name of the output dtype."""
+    """torch's name for the output dtype."""
     point: Point | None = None
     """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
 
@@ -55,15 +55,15 @@ class Judgement:
     errors: dict[Point, Any] = field(default_factory=dict)
     """Error introduced at each point: found minus exact values, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Why an operator could not be judged."""
+    """Reasons why operators could not be judged, by operator."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
+    """Layers whose attention has run. If there are any, operators outside the layers come after all layers."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact values, given a bound for each. The error is kept for a given `point`."""
+        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, store the error."""
         if not self._owns(layer):
             return
         off = found.double() - exact

@@ -1,5 +1,3 @@
-"""Names, kinds and layers of operators."""
-
 from __future__ import annotations
 
 import re
@@ -7,13 +5,13 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix for the core of an attention layer: scores, mask, softmax and values, after the rotary."""
+"""Suffix that names the core of an attention layer: everything from the scores to the weighted sum of the values."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer index in a module's name; None outside the layers."""
+    """Return the layer index in a module's name; None if the module is in no layer."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 
@@ -42,6 +40,5 @@ class CallNames:
         return self.present(name)
 
     def present(self, name: str) -> str:
-        """Return the name of the operator's most recent call."""
         number = self._count[name]
         return name if number <= 1 else f"{name}#{number}"

@@ -1,4 +1,4 @@
-"""Measure how much mismatch is left if one execution takes over operators or expert choices of the other.
+"""Measure how much mismatch remains if one execution takes over operators or expert choices from the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -28,14 +28,13 @@ from .pooled import Pooled
 from .vllm_execution import AnyExecution, VllmExecution
 
 Names = Callable[[str], bool]
-"""Selects operators by name."""
 
 
 def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch each execution in turn, in the batches of `of`. `wanted` selects routers; `is_asked` selects operators."""
+    """Patch each execution in turn, in batches formed from `of`. `wanted` selects routers, `is_asked` operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -82,7 +81,7 @@ def _choices(
 ) -> dict[str, Routing]:
     """Return the expert ids and weights, [T, L, S] each, that an execution's routers choose for `rows`, by sequence.
 
-    The rows run in the batches of `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
+    Batches are formed from `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
@@ -125,8 +124,8 @@ def _score_with(
 ) -> dict[str, np.ndarray]:
     """Return the taker's [T] float64 log-probabilities by sequence, with the experts in `chosen`.
 
-    Where the taker selects the same set of experts, it keeps its own weights and order, so that earlier differences do
-    not count. Other rows in a forward pass keep the taker's own choices.
+    Where the taker selects the same set of experts, it keeps its own weights and order, so that only the
+    choice has an effect. Other rows in a forward pass keep the taker's own choices.
     """
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]

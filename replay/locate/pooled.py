@@ -12,29 +12,26 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Limit on a token's relative error in float64, up to which a side's code counts as equivalent to the recorded model's.
-Code that uses float32 internally stays below it."""
+"""Maximum relative error of a token, in float64, at which a side's code is treated as equivalent to the recorded
+model's. Code that uses float32 internally stays below it."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
-"""A tensor counts as another tensor if at least this share of its elements differ, else as modified."""
+"""If more than this share of its elements differ, a tensor is treated as a different one, else as a modified one."""
 
 Apart = tuple[float, float]
 """Two sums of squares: of the executions' difference, and of execution a's values. NaN if they cannot be compared."""
 Operator = tuple[str, str]
-"""Side and operator name."""
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each with the sequence it was judged on."""
 
 
 @dataclass(slots=True)
 class Pooled:
-    """Results over all sequences."""
-
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Results with a side's code in float64."""
+    """Results for a side's code in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """By side: true if its code and the recorded model give the same log-probabilities, both in float64."""
+    """For each side, true if its code gives the same log-probabilities as the recorded model, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """[T] log-probabilities of the response by side and sequence, nats."""
@@ -47,7 +44,7 @@ class Pooled:
     """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """`product` is what the error contributes to the sum of d^2, nats^2."""
+        """`product` is what the error contributes to the sum of d^2, in nats^2."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
@@ -63,7 +60,7 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences: first as it ran, then those judged only in float64."""
+        """Yield each operator's error over all sequences. Operators that were judged only in float64 come last."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
@@ -76,7 +73,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A residual stream is judged in two places of a layer; its order is that of the place with the error.
+        # A layer's residual stream is judged in two places. Its order is that of the place with the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -102,7 +99,7 @@ def first_divergence(
     """Return the first operator, in forward order, whose result rounding cannot explain; None if there is none.
 
     If a side's code gives the recorded model's log-probabilities in float64, intermediate results that differ have no
-    effect. They are noted in `pooled.unjudged` but do not count.
+    effect. They are noted in `pooled.unjudged` and otherwise ignored.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

@@ -1,7 +1,8 @@
 """The recorded model in float64, which checks each operator of an execution on the execution's own inputs.
 
-It runs a row with the execution's values put in before and after each operator (module `forward`). So each operator,
-and each computation between two operators, starts from the execution's own values, and earlier errors do not count.
+It runs a row with the values before and after each operator replaced by the execution's (module `forward`). Each
+operator, and each computation between two operators, thus starts from the execution's own values, so that its error
+does not include earlier ones.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from .windows import EVERY_LAYER, Window
 
 
 class Reference:
-    """The float64 model that judges the operators of executions."""
-
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
         """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
         self.model = model.eval().requires_grad_(False)
@@ -105,7 +104,7 @@ class Reference:
 
     @contextmanager
     def _running(self, window: Window) -> Iterator[None]:
-        """Within the block, layers that a window does not need return their input."""
+        """Within the block, layers that a window does not need return their input unchanged."""
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
@@ -199,7 +198,7 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """Return the dot product of two tensors, without products that are not finite."""
+    """Return the dot product of two tensors, leaving out products that are not finite."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

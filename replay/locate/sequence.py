@@ -45,7 +45,7 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """At least one sequence of a step; all have the same policy version."""
+    """The chosen sequences of a step: at least one, all of the same policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str
@@ -109,14 +109,14 @@ class SequenceJudge:
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
-        """`heard` has both executions' values in the last window; `listen` runs another one."""
+        """`heard` holds both executions' values in the last window; `listen` returns those in another window."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """How far apart both executions are, by operator: in its inputs, and in its outputs."""
+        """How much the two executions differ, by operator: in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         """Add the sequence's results to `pooled`, for operators selected by `is_asked`."""
@@ -147,7 +147,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, head last, each with its error's part of sum(d * logprobs)."""
+        """Yield a side's operators in order, head last, each with what its error adds to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -174,7 +174,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how far apart the executions are in each operator's inputs and outputs, and which experts differ."""
+        """Note how much the executions differ in each operator's inputs and outputs, and in their choice of experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -184,7 +184,6 @@ class SequenceJudge:
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
-    """Compare the first two floating-point tensors that can be compared."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
@@ -222,12 +221,12 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states, as one if the projection is not called separately."""
+    """Judge the operators after the last hidden states: as a single one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
         return []
-    hidden = last.gives[0]  # [T, H] for prompt and response, of the last operator before the head
+    hidden = last.gives[0]  # [T, H] output of the last operator before the head, for prompt and response
     before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
     numerics, model = execution.numerics, reference.model
     ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
@@ -248,7 +247,8 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # Extra rows of a padded vocabulary count for the log-softmax; missing rows are NaN.
+            # Logits of a padded vocabulary are dropped, so any effect that they have is attributed to the log-softmax.
+            # Missing logits become NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )

@@ -22,31 +22,28 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""A new tensor is compared with this many recent ones, so that no tensor is recorded twice."""
+"""Number of recent tensors to compare a new one with, so that no tensor is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...]; None where there is no token axis."""
+    """One call of an operator for one row: input and output tensors [T, ...]; None for one without a token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact one."""
+    """True if the operator first adds two inputs. `takes` has their rounded sum, though the exact one may be used."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
 class RowTaps:
-    """One row's operator calls in a forward pass."""
-
     calls: dict[str, Call] = field(default_factory=dict)
     """By operator, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer inputs [T, H] by layer index; absent if the layer is not a module that is called."""
+    """Layer inputs [T, H] by layer index; absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Outputs [T, H] of mixtures of experts, by name."""
 
     @property
     def first_position(self) -> int:
@@ -67,9 +64,8 @@ def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int,
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's operators by name: modules that compute and contain no other module.
 
-    A mixture's experts count as one operator, and so does a projection with its adapters. Modules named in `also` are
-    operators whatever they contain: they are operators of another model, which this model may compute in several
-    modules or not at all.
+    All experts of a mixture are one operator, and so is a projection with its adapters. `also` contains operators of
+    another model. Modules with these names are operators, whatever modules they contain.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -103,7 +99,6 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def is_adapted(module: Any) -> bool:
-    """Return True for a projection with PEFT adapters."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
@@ -160,7 +155,7 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors in a call's arguments, even nested ones. Keyword arguments come last, sorted by name."""
+    """Return the tensors in a call's arguments, including nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -254,13 +249,10 @@ def hooked(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden states among the arguments of a layer or of experts."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 class Taps:
-    """Records the inputs and outputs of a model's operators, for some rows of the observed forward passes."""
-
     def __init__(self, model: Any, wanted: Callable[[str], bool], recorded: Mapping[str, Any]):
         """`wanted` selects operators by name. `recorded` are the operators of the recorded model."""
         self._device = next(model.parameters()).device
@@ -272,7 +264,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators whose code here is not that of the recorded model."""
+        """Operators whose code here differs from that of the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip

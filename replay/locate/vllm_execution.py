@@ -41,7 +41,7 @@ _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, the slice of a forward pass that holds its tokens, and the index in the sequence of the first of them."""
+"""A sequence, the slice of a forward pass with some of its tokens, and the index in the sequence of the first one."""
 
 
 class VllmExecution:
@@ -53,7 +53,6 @@ class VllmExecution:
     coarsest = None
     is_adapted = False
     head = "lm_head"
-    """transformers' name of the module that computes logits."""
 
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
@@ -80,7 +79,6 @@ class VllmExecution:
 
     @property
     def model(self) -> Any:
-        """The model inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     @property
@@ -234,7 +232,6 @@ class _EngineTaps:
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self.spans: list[Span] = []
-        """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
         """Calls by sequence and operator, each with the index in the sequence of its first token."""
 
@@ -307,14 +304,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that first adds its input to the residual stream returns the sum too
+            taken = outputs[1]  # a norm that first adds its input to the residual stream also returns the sum
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
+    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again are included once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

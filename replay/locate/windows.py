@@ -48,7 +48,6 @@ class Window:
         return self.has(layer) or (self._is_next(layer) and bool(_NORM_OF_LAYER.search(name)))
 
     def runs(self, layer: int) -> bool:
-        """Return True if the float64 model must run this layer."""
         return self.has(layer) or self._is_next(layer)
 
     def _is_next(self, layer: int) -> bool:

@@ -544,7 +544,7 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     *_, path = masked_out
     for name in ("slime", "nemo-rl", "openrlhf"):
         (told,) = likeness(path, like=name)[1:]
-        assert told.startswith("3 logprobs at 1 steps are NaN or infinite on tokens that do not count: ")
+        assert told.startswith("3 logprobs at 1 steps are NaN or infinite on masked tokens: ")
         assert told.endswith("can be NaN; tim-trace leaves such tokens out")
     assert "do not count" not in " ".join(likeness(path, like="prime-rl"))  # which selects
     given = batch(9, 0.1)
@@ -554,9 +554,7 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     for name, options in {"slime": {"use_tis": True}, "nemo-rl": {"seq_logprob_error_threshold": 1.1}}.items():
         assert likeness(tmp_path / "odd", like=name)[1:] == []
         (told,) = likeness(tmp_path / "odd", like=name, **options)[1:]
-        assert told.startswith(
-            "1 logprobs at 1 steps are NaN or infinite on tokens that do not count or may be rejected"
-        )
+        assert told.startswith("1 logprobs at 1 steps are NaN or infinite on tokens that are masked or may be rejected")
     assert [likeness(tmp_path / "sound", like=name)[1:] for name in ("slime", "nemo-rl", "openrlhf")] == [[], [], []]
 
 

@@ -328,8 +328,8 @@ def test_what_lies_on_a_token_that_does_not_count_is_left_out(trl, loss, tmp_pat
     assert likeness(tmp_path / "run", like="trl")[1:] == []
     (told,) = likeness(tmp_path / "run", like="trl", importance_sampling_level="sequence")[1:]
     assert told == (
-        "1 logprobs at 1 steps are NaN or infinite on tokens that do not count: TRL multiplies by a mask of 0, which gives "
-        "NaN, so the ratio of such a sequence counts as not clipped; tim-trace leaves such tokens out"
+        "1 logprobs at 1 steps are NaN or infinite on masked tokens: TRL multiplies by a mask of 0, which gives "
+        "NaN, so the ratio of such a sequence is treated as not clipped; tim-trace leaves such tokens out"
     )
 
 

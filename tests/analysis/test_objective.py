@@ -425,7 +425,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     found = objective(one_sequence(tmp_path / "run", [math.log(0.4)], [math.log(0.5)], loss=loss))
     assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
     assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
-    assert any("without its weights, the bias is -20% instead of -12%" in s for s in found.verdict)
+    assert any("without the correction weights, the bias would be -20% instead of -12%" in s for s in found.verdict)
     assert "uncorrected_bias" not in objective(tmp_path / "run", loss="correction=none").figures
 
 

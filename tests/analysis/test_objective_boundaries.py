@@ -159,8 +159,8 @@ def test_where_a_bias_lies():
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75% of the total)."
     assert (
-        "without its weights, the bias is -30% instead of +1%, and absolute biases add up to 40% instead of 20%"
-        in parts["correction"]
+        "without the correction weights, the bias would be -30% instead of +1%, and absolute biases would add up to 40% "
+        "instead of 20%" in parts["correction"]
     )
 
 

@@ -277,12 +277,14 @@ def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
 def test_weights_that_no_pass_named_are_assumed_and_said(tmp_path):
     record_a_loop(tmp_path / "run")
     (row, *_) = (run := RecordedRun(str(tmp_path / "run"))).step(1)
-    assert (row.policy_version, row.version_assumed) == (0, "the version that sampled")
-    assert assumed_versions(run.step(1)) == ["policy version: not recorded, now 0, the version that sampled"]
+    assert (row.policy_version, row.version_assumed) == (0, "the version that sampled the sequence")
+    assert assumed_versions(run.step(1)) == [
+        "policy version: not recorded, now 0, the version that sampled the sequence"
+    ]
     record_a_loop(tmp_path / "other", off=0.5)
     (identity,) = replay(tmp_path / "other")
     assert not identity.identity_held
-    assert "policy version: not recorded, now 0, the version that sampled" in identity.differs
+    assert "policy version: not recorded, now 0, the version that sampled the sequence" in identity.differs
 
 
 def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):
@@ -491,7 +493,7 @@ def test_force_may_give_a_name_another_meaning(trace):
 
 def test_a_name_that_stands_for_other_changes_is_refused(trace):
     replay(trace, steps="1", dtype="bf16", name="mine")
-    with pytest.raises(InvalidOption, match="replay/mine already exists with other changes"):
+    with pytest.raises(InvalidOption, match="replay/mine already exists with different changes"):
         replay(trace, steps="2", dtype="fp16", name="mine")
     with pytest.raises(InvalidOption, match="two arms are named"):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])

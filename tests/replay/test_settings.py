@@ -103,7 +103,9 @@ def test_an_arm_that_starts_cuda_leaves_its_workspace_to_those_that_follow(monke
     with settings({}, Arm(deterministic=True)):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with (
-        pytest.warns(TimTraceWarning, match=r"arm as-recorded: .* is not set here, but CUDA started with :4096:8"),
+        pytest.warns(
+            TimTraceWarning, match=r"arm as-recorded: .* is not set for this arm, but CUDA started with :4096:8"
+        ),
         settings({}, Arm()),
     ):
         pass

@@ -79,7 +79,7 @@ def test_the_wait_counts_while_it_lasts_and_is_in_the_trace(tmp_path, monkeypatc
     assert recorder.close() is True
     said = capsys.readouterr().err
     assert f"tim-trace: waiting for {tmp_path / 'run'} (file system " in said
-    assert "after 60 s this process continues without it" in said
+    assert "this process gives up after 60 s" in said
 
 
 def test_what_was_left_behind_is_finished_when_the_file_system_answers_again(tmp_path, monkeypatch, capsys):

@@ -20,13 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum response tokens, over all passes, in a bucket of several steps; a bucket is sorted in memory."""
+"""Maximum number of response tokens, over all passes, in a bucket of several steps. A bucket is sorted in memory."""
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum response tokens per row group; smaller steps share a row group. Raised for long runs."""
+"""Minimum number of response tokens in a row group; smaller steps share one. `step_tokens` raises it for long runs."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""STEP_TOKENS is raised up to this maximum if a file would have more row groups than this."""
+"""Upper limit for raising STEP_TOKENS, and the number of row groups per file above which it is raised."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -40,13 +40,11 @@ class Part:
     steps: np.ndarray
     """Distinct steps, ascending."""
     tokens: np.ndarray
-    """Estimated response tokens per step: the step's number of rows times the row group's mean tokens per row."""
+    """Estimated number of response tokens in each step: the step's rows times the row group's mean tokens per row."""
     num_bytes: int
-    """Compressed size of the row group."""
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
-    """Yield every row group of the files, in order. Raises DamagedTrace."""
     for entry in entries:
         with _readable(store, entry):
             file = _opened(entry)
@@ -104,9 +102,9 @@ def sorted_groups(
 ) -> Iterator[pa.Table]:
     """Yield all rows, one bucket of steps after another, each sorted by pass and then by step (stable).
 
-    Each table becomes one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
-    steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are
-    removed afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
+    Each table becomes one row group of whole steps; only a step with more than ROW_GROUP_TOKENS is split. Steps with
+    fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are removed
+    afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]
@@ -165,5 +163,4 @@ def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
 
 
 def _changes(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Positions at which a value differs from the one before it."""
     return [int(position) + 1 for position in np.flatnonzero(np.diff(np.asarray(values)))]

@@ -1,4 +1,7 @@
-"""Merge a trace's files, into a copy or in place. In place, the originals are removed once all merged files exist."""
+"""Merge a trace's files, into a copy or in place.
+
+When merging in place, the originals are removed once all merged files exist.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,13 @@ _MIN_SHARE_OF_TARGET = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedTable:
-    """Result of merging one table's files."""
-
     table: str
     files_before: int
     files_after: int
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Files that were not merged, because they belong to a replay or are already large."""
+    """Number of files that were not merged, because they belong to a replay or are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
@@ -78,7 +79,6 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Take a snapshot of a trace to be merged. Raises DamagedTrace if any part of it cannot be read."""
     snapshot = take_snapshot(store)
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
@@ -92,7 +92,6 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the chosen files' rows to merged files in a folder. Return their SealedFiles by path."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
@@ -130,7 +129,7 @@ def _until_full(
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return a table's files to merge; empty if merging would only rewrite a single file."""
-    # A replay keeps its own files, so that deleting them removes it.
+    # A replay keeps its own files, so that it can be removed by deleting them.
     replays = {
         state.writer
         for state in snapshot.writers
@@ -147,7 +146,6 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
-    """Return the path and content of the writer state that lists the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
     state = WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
@@ -200,8 +198,8 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
     With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
-    run is replaced; the cache folder that it left is removed once everything is uploaded. Raises DamagedTrace if part
-    of the trace is missing, and TraceExists if the trace is being recorded or `output` already exists.
+    run is replaced, and the cache folder of that upload is removed once everything is uploaded. Raises DamagedTrace if
+    part of the trace is missing, and TraceExists if the trace is being recorded or `output` already exists.
     """
     store = Store(trace)
     if store.is_local:

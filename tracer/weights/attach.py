@@ -30,19 +30,17 @@ _DECIDING = (
 )  # fmt: skip
 """Config entries in which the attached model must match the recorded one."""
 _TOLD = 8
-"""At most this many versions or tensors are listed in an error."""
+"""Maximum number of versions or tensors listed in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """Weights that were attached to a trace."""
-
     version: int
     folder: str
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if a tokenizer was stored too; a trace that already has one keeps it."""
+    """True if a tokenizer was stored too. A trace that already has a tokenizer keeps it."""
 
 
 def attach(
@@ -55,10 +53,10 @@ def attach(
 ) -> Attached:
     """Store the weights in a Hugging Face folder as a policy version, so that an imported dump can be replayed.
 
-    `folder` contains config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
-    model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
-    tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded ones. If
-    attaching is interrupted, nothing partial is left in the trace.
+    `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be one of
+    transformers' own classes, because code in the folder is never run. The model's config is stored with the weights,
+    and so is the tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded
+    ones. If attaching is interrupted, nothing partial is left in the trace.
 
     With `force`, weights attached earlier are replaced. Recorded weights cannot be replaced, since later versions are
     stored as changes to them.
@@ -101,7 +99,10 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption or NotInstalled."""
+    """Load the model (in its stored dtypes) and the tokenizer from a folder.
+
+    Raises WeightsMissing, InvalidOption or NotInstalled.
+    """
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -177,7 +178,7 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Accepts any version if the trace's rows have none at all."""
+    """Accepts any version if the rows of the trace have no versions."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; give a policy version: a number of optimizer updates, 0 or more")
     there: set[int] = set()
@@ -220,7 +221,6 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield a table for each file, without requested columns that it lacks."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -248,7 +248,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove the weights that a writer attached. Its state is marked first, so readers ignore them."""
+    """Remove the weights that a writer attached. Its state is marked first, so that readers ignore the weights."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -20,7 +20,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""torch's names of safetensors dtypes."""
+"""torch's name of each safetensors dtype."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
@@ -49,7 +49,6 @@ class CheckpointReader:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Memory-map every tensor in a Hugging Face folder's safetensors files. Raises WeightsMissing."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -80,7 +79,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `architectures` to a model's config: vLLM needs it, and a model never loaded from disk lacks it."""
+    """Add `architectures` to a model's config: vLLM needs this entry, and a model never loaded from disk lacks it."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -127,11 +126,11 @@ FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
-    """Return a reader for a trace's policy versions: `.versions`, `.load(version)`.
+    """Return a reader of a trace's policy versions, with `.versions` and `.load(version)`.
 
     Checkpoints outside the trace are read only from a folder that the user gives: `weights_from` or
-    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace is reported but not read, since the trace may come from an
-    untrusted source.
+    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace is reported but not read, because the trace may come from
+    an untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

@@ -1,10 +1,10 @@
 """Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk, or as sparse changes.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. They are written without one: it would spend 10 ms and start threads for each array, slowing every training step
-of a small model, and its threads are gone at interpreter exit.
+them. They are written without such a library, because it would take 10 ms and start threads for each array. That would
+slow every training step of a small model, and threads can no longer be started at interpreter exit.
 
-At a small learning rate, an update changes few of a half-precision model's weights, and most of those by one unit in
+At a small learning rate, an update changes only a few of a half-precision model's weights, most of them by one unit in
 the last place. A change is stored as two numbers: the distance from the previous changed element, and the difference
 between the new and the old bits, as unsigned integers with wraparound. Differences from several updates can be added in
 any order, and undone.
@@ -33,24 +33,21 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integer types by bytes per element."""
+"""Unsigned integer type for each number of bytes per element."""
 Bits = dict[str, np.ndarray]
-"""By dtype: [E] bits of all its tensors."""
+"""[E] bits of all tensors of a dtype, by dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
-    """Return the unsigned integer type of a dtype's size."""
     return BITS[ITEM_BYTES[dtype]]
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """Slice a tensor out of the row that holds its dtype."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
 def chunk_elements(dtype: str, num_elements: int) -> int:
-    """Return C, the number of elements in a chunk."""
     return max(1, min(num_elements, CHUNK_BYTES // ITEM_BYTES[dtype]))
 
 
@@ -153,7 +150,6 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
 
 
 def chunk_key(row: int, index: int) -> str:
-    """Return a chunk's path in its array's folder."""
     return f"c/{row}/{index}"
 
 
@@ -162,24 +158,23 @@ def changes_key(row: int, index: int) -> str:
 
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] positions of a chunk's changed elements, ascending, and [K] differences, new minus old bits."""
+"""[K] positions of a chunk's changed elements, ascending, and [K] differences: new bits minus old bits."""
 
 _LONGEST = 255
-"""A byte of this value continues: the next byte is added to the distance."""
+"""If a byte has this value, the next byte belongs to the same distance and is added to it."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """`delta_C` is the XOR of a chunk's new and old bits, `bits_C` the new ones."""
+    """`delta_C` is the XOR of a chunk's old and new bits; `bits_C` holds the new bits."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """Sum several changes to the same chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]
@@ -193,7 +188,6 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write a chunk's changes; return their size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST
@@ -222,7 +216,6 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
-    """Apply changes to a chunk in place, or undo them."""
     places_K, differences_K = changes
     # This takes half as long as `bits[places] += ...`.
     np.add.at(bits_C, places_K, -differences_K if undo else differences_K)

@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""By bytes per element: an integer dtype that both torch and NumPy have."""
+"""Integer dtype that both torch and NumPy have, by bytes per element."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int or, on an accelerator, an int64 tensor that `resolved` converts."""
@@ -26,9 +26,9 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
     """Return a tensor's digest, after rounding it to a floating-point `dtype` and moving it to `device`, if given.
 
     On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, it is the sum modulo 2^64 of the bytes
-    as 32-bit lanes, each multiplied by an odd number that depends on its position, so only the sum leaves the device.
-    Digests from different device types cannot be compared. The tensor is cast and moved in pieces. With `through`, it
-    is rounded to that dtype before it is rounded to `dtype`.
+    as 32-bit lanes, each multiplied by an odd number that depends on its position, so that only the sum leaves the
+    device. Digests from different device types cannot be compared. The tensor is cast and moved in pieces. If `through`
+    is given, the tensor is rounded to that dtype first, and then to `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -56,7 +56,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Same as `_of_bytes`, with fewer torch calls for a small tensor."""
+    """Like `_of_bytes`, but with fewer torch calls for a small tensor."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -74,7 +74,7 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """Weighted sum of the tensor's 32-bit lanes, in int64 with wraparound."""
+    """Return the weighted sum of the tensor's 32-bit lanes, in int64 with wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -97,7 +97,6 @@ def _cast(piece: Any, dtype: Any, through: Any) -> Any:
 
 
 def _runs(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield 1-D parts in row-major order, of at most `most` elements."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(most)
     elif tensor[0].numel() > most:

@@ -11,19 +11,17 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules of FSDP1 and activation checkpointing, which a state_dict leaves out of tensor names."""
+"""Wrapper modules of FSDP1 and activation checkpointing. A state_dict leaves them out of tensor names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its elements in row-major order."""
+    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its row-major elements."""
 
     values: Any
-    """1-D tensor."""
     start: int
     """Index of the shard's first element in the whole parameter."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
     requires_grad: bool
     is_replicated: bool
     """True if every process has the whole parameter."""
@@ -62,7 +60,6 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """Return the parameters among `model_tensors`, without duplicates."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -100,12 +97,10 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """Return a module's FSDP1 flat parameter, or None."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Split an FSDP1 flat parameter's local shard into one part per parameter."""
     # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
@@ -121,7 +116,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay tensors out in one array per dtype, tied tensors only once. Raises InvalidRecord for other dtypes."""
+    """Lay tensors out in one array per dtype, tied tensors only once. Raises InvalidRecord for unsupported dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}

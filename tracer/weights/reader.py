@@ -1,4 +1,4 @@
-"""Read the weights of recorded policy versions, bit for bit. Errors name the missing parts.
+"""Read the weights of recorded policy versions, bit for bit. Errors say which parts are missing.
 
 Shapes: E elements in a segment's tensors of one dtype, N elements in a tensor, C elements in a chunk.
 """
@@ -39,10 +39,7 @@ SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's bits and dtype."""
-
     dtype: str
-    """As torch names it."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
@@ -64,8 +61,8 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads the policy versions whose weights a trace stores.
 
-    The last version read stays in memory, so that reading its successor takes only one delta. Two kinds of versions do
-    not stay: the first one read, since it may be the only one, and versions larger than half of the machine's memory.
+    The last version read stays in memory, so that reading its successor takes only one delta. Two kinds of versions are
+    not kept: the first one read, because it may be the only one, and versions larger than half of the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -76,16 +73,16 @@ class WeightReader:
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
-        """One sentence for each damaged or missing part."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """By (version, attempt): a sentence about a damaged or missing part."""
+        """A sentence about a damaged or missing part, by (version, attempt)."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """By (segment, dtype, chunk): version and bits of the chunks in memory (one version's, or just the last)."""
+        """Version and bits of chunks in memory, by (segment, dtype, chunk): those of one version, or only the last one.
+        """
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
-        """Elements by segment and dtype."""
+        """Number of elements, by segment and dtype."""
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
         self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -127,7 +124,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """By version: its records from the newest training attempt, one per writer."""
+        """Each version's records from the newest training attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -139,7 +136,7 @@ class WeightReader:
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """By default, from the newest attempt that has the version."""
+        """Return a version's records, by default from the newest attempt that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -147,7 +144,6 @@ class WeightReader:
         return attempt if attempt in attempts else max(attempts)
 
     def layout(self, record: WeightVersion) -> WeightLayout:
-        """Return the layout of a record's segment. Raises DamagedTrace."""
         if record.segment not in self._layouts:
             relative = f"{WEIGHTS}/{record.segment}/{DOCUMENT}"
             where = self.store.shown(relative)
@@ -312,7 +308,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records that rebuild a version, keyframe first. Raises WeightsMissing."""
+        """Return the records needed to rebuild a version, keyframe first. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -337,7 +333,6 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return the indices of a version's stored chunks by dtype. Raises DamagedTrace if an index is out of range."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
@@ -383,7 +378,7 @@ class WeightReader:
 
     @property
     def told_checkpoints(self) -> str:
-        """Says where the recorded checkpoints are, and how to read them."""
+        """A sentence that says where the recorded checkpoints are, and how to read them."""
         return (
             f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
             f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
@@ -410,7 +405,6 @@ def _segment_of(name: str) -> Segment | None:
 
 
 def _layout(content: bytes, expected: str) -> WeightLayout:
-    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError."""
     if expected != whole_hash(content):
         raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
@@ -421,7 +415,6 @@ def _layout(content: bytes, expected: str) -> WeightLayout:
 
 
 def _check_room(layout: WeightLayout) -> None:
-    """Raise ValueError if a layout is invalid or its tensors do not fit in memory."""
     for tensor in layout.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:

@@ -39,26 +39,27 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more while the deltas together are smaller than the keyframe."""
+"""Number of versions per segment if many elements change; more while the deltas total less than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Maximum versions per segment."""
+"""Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""If at most this share of elements changed, sparse changes are stored, else all bits."""
+"""Maximum share of changed elements for which sparse changes are stored; above it, all bits are stored."""
 STRIDE = 4
-"""Row r stores changes to row r - STRIDE ** n, the largest power that divides r, so few rows rebuild a version."""
+"""Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r. Any version can thus be
+rebuilt from few rows."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares since the keyframe; applying that many takes as long as reading a keyframe."""
+"""Maximum sum of changed shares since the keyframe. Above it, applying changes is slower than reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Largest version copied through pinned memory; for larger ones, the caller waits."""
+"""Maximum size of a version that is copied through pinned memory. For larger versions, the caller waits."""
 
 ENCODERS = 2
-"""Compression threads."""
+"""Number of compression threads."""
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""By dtype: the changes to each chunk."""
+"""Changes to each chunk, by dtype."""
 
 
 class WeightWriter:
@@ -78,13 +79,13 @@ class WeightWriter:
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Bytes of the segment's keyframe, and of its deltas."""
+        """Size in bytes of the segment's keyframe, and total size of its deltas."""
         self._is_few = True
         """True while all rows after the segment's keyframe are sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """By level (single rows, sums over STRIDE rows, ...): changes not yet summed into the next level."""
+        """Changes not yet summed into the next level, by level: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
-        """[rows] changed elements to apply when rebuilding a row from the keyframe."""
+        """[rows] number of changed elements to apply when rebuilding each row from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -131,11 +132,9 @@ class WeightWriter:
         self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
 
     def drain(self) -> None:
-        """Wait until all submitted versions are written."""
         self._worker.drain(signs=lambda: self.signs)
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until all submitted versions are written, then end the writer's threads."""
         for worker in (self._worker, *self._encoders):
             worker.close(signs=signs)
 
@@ -222,8 +221,6 @@ class WeightWriter:
         return map_chunks(find, -(-len(bits_E) // size), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
-        """Return the indices of the changed chunks, and their size on disk in bytes."""
-
         def write(index: int) -> int:
             changes = of_chunks[index]
             return write_changes(folder / changes_key(row, index), changes) if len(changes[0]) else 0
@@ -250,7 +247,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy bits to the host, reusing `spare`; return them, and a function that waits for the copy (None if done)."""
+    """Copy bits to the host, reusing `spare`. Also return a function that waits for the copy; None if it is done."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

@@ -7,13 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from ...advice import Advice
+from ...advice import NOTHING, Advice
 from .. import commands
-from ..features import NO_FAULT, SIZE, fades, growth, implied, judged, judged_words, probabilities, reasons, repeats
+from ..features import (
+    NO_FAULT,
+    SIZE,
+    dtypes_text,
+    fades,
+    growth,
+    implied,
+    judged,
+    judged_words,
+    probabilities,
+    reasons,
+    repeats,
+    times_text,
+)
 from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     FEW_TOKENS,
     HALF_ULP,
+    MAX_EXCESS,
     PairData,
     allowed_noise,
     coarsest,
@@ -350,10 +364,14 @@ BOUNDARY = Fault(
 SUBSET = Fault(
     code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
     evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {ratio:.3g} times the mismatch of the others "
+        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the others "
         "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
-    words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}).removeprefix("all where ")}},
+    words={
+        "column": lambda n: {
+            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": times_text(n["ratio"]),
+        }
+    },
 )  # fmt: skip
 
 
@@ -436,17 +454,22 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 
 # --- Unexplained tokens, and verdicts without a fault
 
+
+def _bound(n: Mapping[str, Any]) -> dict[str, str]:
+    usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
+    if n.get("cause") != "high":
+        return {"bound_text": f", where rounding of {dtypes} usually gives at most {usual}"}
+    most = f"{n['most']:.2g}, which one healthy run in 100 exceeds"
+    return {"bound_text": f", more than the {usual} that rounding of {dtypes} usually gives, but less than {most}"}
+
+
 ROUNDING = Fault(
     code="rounding", title="rounding at the expected level", broken=None,
     evidence={
-        "rounding": "the logits differ by {level:.2g} nats rms, where at most {allowed:.2g} is expected from rounding "
-        "of {dtypes}, and no single token is off by more than rounding"
+        "rounding": "the logits differ by {level:.2g} nats rms{bound_text}, and no single token is off by more than rounding"
     },
-    words={
-        "rounding": lambda n: {
-            "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
-        }
-    },
+    words={"rounding": _bound},
+    causes={"high": "probably rounding, at an unusually high level"},
 )  # fmt: skip
 TOO_FEW = Fault(
     code="too_few", title="too few tokens", broken=None,
@@ -478,17 +501,21 @@ UNEXPLAINED = Fault(
         "rounding of {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
     words={
-        "off": lambda n: {
-            "dtypes": " and ".join(n[f"dtype_{side}"] or "an unknown dtype" for side in "ab"), **_where(n),
-        }
+        "off": lambda n: {"dtypes": dtypes_text(n), **_where(n)}
     },
 )  # fmt: skip
 
 
 def rounding(data: PairData) -> Finding:
+    allowed, found = allowed_noise(data), level(data)
+    is_high = found > allowed
     return ROUNDING.finding(
-        data, "rounding", numbers={"level": level(data), "allowed": allowed_noise(data), **data.names, **coarsest(data)}
-    )
+        data, "rounding", next=commands.triangulate(data, dtype_of(data.contract("a"))) if is_high else NOTHING,
+        numbers={
+            "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
+            **data.names, **coarsest(data),
+        },
+    )  # fmt: skip
 
 
 def too_few(data: PairData, least: int) -> Finding:

@@ -13,7 +13,7 @@ import numpy as np
 from ....schemas.passes import ROLLOUT
 from .. import commands
 from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
-from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting
+from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting, scored
 from ..pair_data import (
     HALF_ULP,
     PairData,
@@ -179,15 +179,20 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
     """Return the functions that map the other side's logprobs to this side's values, known units first."""
+    if not scored(data).all() and not _functions(data.within(scored(data)), side):
+        return []  # no function fits part of the rows, so none fits them all
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
     # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant fits any function.
     found = []
+    sizes = {
+        typical: (typical(data.d), typical(data.d - np.median(data.d)), typical(other - np.median(other)))
+        for typical in (_rms, _typical)
+    }
     for unit, nats, numbers, cost in _conversions(data, values, other):
         typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
-        size = typical(data.d)
-        varied = min(size, typical(data.d - np.median(data.d)), typical(other - np.median(other)))
+        size, varied = sizes[typical][0], min(sizes[typical])
         residual = nats - other
         left = typical(residual[np.isfinite(residual)])
         most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied

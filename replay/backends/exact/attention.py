@@ -20,20 +20,19 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length, in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Number of attention scores in memory at a time, by device, but never less than one query's. This many fit into a
-CPU's cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
+"""Maximum number of attention scores in memory at a time, by device, unless a single query has more. This many fit into
+a CPU's cache. On a GPU, they take 256 MB, plus six to eight times as much for intermediate results, and keep it busy
+with few launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each query of a forward pass sees."""
-
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """Index of the first key that the query sees in any row. On the host, copied once per forward pass."""
     last_T: list[int]
-    """Index of the last key that the query sees in any row."""
+    """`first_T` and `last_T`: indices of the first and last key that each query sees in any row. On the host, copied
+    once per forward pass."""
 
 
 class KeyValueCache:
@@ -52,7 +51,6 @@ class KeyValueCache:
         """True for tokens whose value vector is not finite. Only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of consecutive tokens, the first at index `start`."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -64,7 +62,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values a query sees, weighted by e**(scaling query key)."""
+        """Return [B, A, T, D] float64: the mean of the values a query sees, weighted by e**(scaling * query @ key)."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)

@@ -91,16 +91,15 @@ def divided(x: Any, number: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Rounding of numbers kept in float64 tensors: to `dtype` wherever the transformers model would round."""
+    """Rounds numbers that are kept in float64 tensors to `dtype` wherever the transformers model would round."""
 
     dtype: Any
-    """torch dtype of weights and activations."""
 
     @property
     def slices(self) -> int:
         """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51.
 
-        So an fp64 replay's sums are as accurate as float64 sums. Rotary tables are float32, as in transformers.
+        With three, the sums of an fp64 replay are as accurate as float64 sums.
         """
         return 3 if self.dtype == torch.float64 else 2
 

@@ -15,7 +15,7 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Tokens per matrix product, to bound memory use."""
+"""Maximum number of tokens per matrix product, to limit memory use."""
 CHUNK_BYTES = 128 << 20
 """Limit on the bytes of float64 logits in memory at a time."""
 
@@ -55,8 +55,6 @@ class RmsNorm:
 
 
 class Rotary:
-    """Rotary position embedding with transformers' frequencies for the model."""
-
     def __init__(self, module: Any, precision: Precision):
         self._frequencies = module.inv_freq.detach().to(torch.float64)
         self._scaling = float(module.attention_scaling)
@@ -72,7 +70,6 @@ class Rotary:
         return tables[0], tables[1]
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
-        """Rotate vectors [..., D] by the angles of their positions."""
         first, second = x.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
@@ -94,7 +91,7 @@ class Router:
     """Selects the J most probable experts for each token; ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J. `normalised` makes a token's J weights sum to 1."""
+        """`chosen` is J. With `normalised`, the J weights of a token sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
@@ -113,8 +110,6 @@ class Router:
 
 
 class Experts:
-    """Gated experts, J of which are used per token."""
-
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
 

@@ -21,7 +21,6 @@ from .layers import ExactHead, Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, R
 _HEADS_FIRST = ("q_norm", "k_norm", "attention")
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the sequence length."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
@@ -52,14 +51,11 @@ class Operator:
 
     owner: Any
     attribute: str
-    """The owner's attribute that holds the operator."""
     is_heads_first: bool = False
     """True if inputs and outputs are [B, heads, T, D]; else tokens come first: [M, ...] or [B, T, ...]."""
 
 
 class Core:
-    """Attention core: attention between rotated queries and keys, through a KV cache."""
-
     def __init__(self, scaling: float, precision: Precision):
         self._scaling, self._precision = scaling, precision
 
@@ -70,8 +66,6 @@ class Core:
 
 
 class ExactModel:
-    """A decoder of exact layers, with the weights of one policy version."""
-
     def __init__(self, held: Any):
         """`held` is the transformers model that holds the weights."""
         self.held = held
@@ -81,7 +75,6 @@ class ExactModel:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the activations, set by the dtype of the embedding."""
         return Precision(self.held.get_input_embeddings().weight.dtype)
 
     @property
@@ -89,11 +82,10 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights, after new weights were loaded."""
+        """Discard the sliced weights, since new weights have been loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
-        """Slice the weights, unless that is done already."""
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
@@ -123,7 +115,7 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Logits are first rounded to `dtype`; None for the dtype of the activations."""
+        """Return a head that first rounds logits to `dtype`; None for the dtype of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
@@ -196,7 +188,6 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
 
 
 def _layer(module: Any, config: Any, precision: Precision) -> SimpleNamespace:
-    """Return a layer's operators under transformers' names; `attention` is the core."""
     given = module.self_attn
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     attention: dict[str, Any] = {name: _linear(getattr(given, name), precision) for name in projections}

@@ -1,4 +1,4 @@
-"""Scoring with exact layers: prefill, packed, or through the KV cache, always with the same bits.
+"""Score with exact layers: prefill, packed, or through the KV cache, always with the same bits.
 
 Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width.
 """
@@ -25,7 +25,7 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Gives a token the same bits in every batch, padding, chunking and thread count.
+    """Gives a token the same bits whatever the batch, padding, chunking and number of threads.
 
     Positions count only a row's own tokens, so padding does not shift them.
     """

@@ -25,7 +25,7 @@ _LARGEST = 500
 _UNIT_BITS = 33
 """Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
-"""How many numbers `sum_of_units` can add exactly."""
+"""Maximum number of values that `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent that bounds each vector along the last axis, which is kept, and whether it is finite."""
+    """Return, for each vector along the last axis, an exponent that bounds it, and whether it is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
