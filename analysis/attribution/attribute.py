@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -32,16 +31,14 @@ from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .text import DIFFERENCES, evidence_sentence
+from .text import DIFFERENCES
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""A run is lost once one of these stays NaN or infinite."""
+"""If one of these stays NaN or infinite, the run cannot recover."""
 _MOST_STEPS = 12
-"""Steps tried as the onset of a hidden drop; each costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
-"""Weaker differences from a baseline are not listed."""
-_SET = ("setting.", "learning_rate", "changed.setting_changed.")
-"""Features of configured differences; they count in addition to the first difference in the data."""
+_SET = ("setting.", "learning_rate")
+"""Features of differences in the configuration. They count even if the data differ earlier."""
 FELL_TOO = 0.6
 """The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
 
@@ -57,13 +54,13 @@ def attribute(
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
-    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. From one run
-    this is only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
-    and one change, ideally an exact engine. With it, the first difference is an intervention, and a run that does not
-    follow the baseline's rise has a drop of kind `flat`. A mismatch after the drop is never its cause.
+    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. One run alone
+    gives only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
+    and one change, ideally an exact engine. With a baseline, the first difference is an intervention, and a run that
+    does not rise with the baseline has a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run: a collapse that begins later is not the
-    answer. Earlier steps still count as evidence, and so does the rest of the run if it collapses by the last selected
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not reported as the
+    answer. Earlier steps are still used as evidence, and so is the rest of the run if it collapses by the last selected
     step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -81,7 +78,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases; `checked` is the run's `check` result, if there is one already."""
+    """Run `attribute` on open databases. `checked`: the run's `check` result, if it was computed before."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -97,12 +94,12 @@ def _alone(facts: Facts) -> Attribution:
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
-    """Judge a run beside its baseline. If both collapsed, only the facts they share count."""
+    """Judge a run against its baseline. If both collapsed, use only facts that both runs have."""
     shares = shares_prompts(facts, control)
     if shares:
         facts = facts.beside(control)
     known = table(facts)
-    found, parted = table_beside(facts, control, known)
+    found, parted = table_beside(facts, control)
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
     if fell_too:
         shared = {one.feature for one in table(control)}
@@ -136,15 +133,12 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
-    """Return the likely cause if the run silently got worse at one of these steps."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
         known = table(at)
-        if control is None:
-            suspects = judged(known, ALONE)
-        else:
-            suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+        beside = () if control is None else table_beside(at, control)[0]
+        suspects = judged((*known, *beside), ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
             # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]
@@ -164,51 +158,15 @@ def _attribution(
     since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
     broken = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return Attribution(
-        trace=facts.trace,
-        steps=facts.steps_asked,
-        control=None,
-        kind=OBSERVATION,
-        num_steps=len(facts.steps),
-        outcome=facts.outcome.name if facts.outcome else "",
-        fall=facts.fall,
-        later=facts.later,
-        changes=facts.near,
+        trace=facts.trace, steps=facts.steps_asked, control=None, kind=OBSERVATION, num_steps=len(facts.steps),
+        outcome=facts.outcome.name if facts.outcome else "", fall=facts.fall, later=facts.later, changes=facts.near,
         suspects=described(facts, suspects) if facts.fall else (),
         facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
-        supposed=supposed,
-        not_finite=tuple(sorted(broken, key=lambda each: each.step)),
-        note_codes=tuple(notes),
-    )
-
-
-_FACTS = (
-    ("run", pa.string()), ("code", pa.string()), ("series", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
-    ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
-    ("order", pa.string()), ("sentence", pa.string()),
-)  # fmt: skip
-_BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
-_AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""A fact may hold its value before and after a change under any of these names; the first one present counts."""
-
-
-def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first per run; a run without a drop has none."""
-    rows = []
-    for source in database.sources:
-        result = explain(database.reopened(source), ("train", "rollout"))
-        for one in result.facts:
-            before, after = one.value(*_BEFORE), one.value(*_AFTER)
-            rows.append(
-                {"run": source.run, "code": one.code, "level": one.level, "order": one.order(result.fall),
-                 "series": one.value("series"), "sentence": evidence_sentence(one),
-                 "before": None if before is None else str(before), "after": None if after is None else str(after),
-                 **{name: one.value(name) for name in ("step", "low", "high")}}
-            )  # fmt: skip
-    return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
+        supposed=supposed, not_finite=tuple(sorted(broken, key=lambda each: each.step)), note_codes=tuple(notes),
+    )  # fmt: skip
 
 
 _FEWEST_STEPS = 3
-"""Steps needed on each side to compare how responses end."""
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
@@ -221,7 +179,6 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Yield steps at which the run's inputs or engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in GIVEN and is_clear and change.shape != "ramp":
@@ -262,11 +219,9 @@ _NEXT = {
     "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
     "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
-"""The test that would confirm or rule out a suspect."""
 
 
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Fill in the kind of mismatch and the next command of each suspect."""
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
         for suspect in suspects
@@ -294,7 +249,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: check's finding, corrected by when the mismatch began and whether it grew."""
+    """Return the kind of mismatch: the finding of `check`, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])
@@ -307,7 +262,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before the first update, weights differ only if trainer or engine quantises them.
+    # If the weights differ before the first update, the trainer or the engine quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:

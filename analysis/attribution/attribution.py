@@ -16,10 +16,10 @@ from .fact import Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Statement):
-    """A piece of evidence for or against a suspect; its code is a key in text.EVIDENCE."""
+    """Evidence for or against a suspect. `code` is a key in text.EVIDENCE or text.DIFFERENCES."""
 
     points: float
-    """Log odds (natural) in favour of the suspect; negative if it speaks against it."""
+    """What it adds to the suspect's log odds (natural logarithm); negative if it is evidence against the suspect."""
 
 
 SUSPECTS = {
@@ -36,54 +36,44 @@ SUSPECTS = {
     "length": "response length",
     "unknown": "something else",
 }
-"""Suspects by code, as results name them."""
-
-
 _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""What to fix, by suspect: a component as in `check`, or `data`."""
+"""What to fix for each suspect: a component, named as in `check`, or `data`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix, by code of evidence that settles it alone because it compares identical prefixes or rows."""
+"""What to fix if there is such evidence. It is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """One possible cause of a collapse."""
+    """A possible cause of a collapse; `code` is a key in SUSPECTS."""
 
     code: str
-    """A key in SUSPECTS."""
     detail: str = ""
     """The kind of mismatch, as a code of a `check` finding; empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
-    """0 to 1; the suspects of a run sum to 1."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would confirm the suspect or rule it out; may be empty."""
 
     @property
     def title(self) -> str:
-        """Name of the suspect, with the kind of mismatch if known."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     def titled(self, basis: str = "") -> str:
-        """Return the title with its probability (all kinds of mismatch together) and the `basis` it rests on."""
         kind = self.title.removeprefix(SUSPECTS[self.code])
         return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
 
     @property
     def proof(self) -> Evidence | None:
-        """Evidence that settles by itself what to fix, if there is any."""
         return next((each for each in self.for_it if each.code in _BY_EVIDENCE), None)
 
     @property
     def broken(self) -> str | None:
-        """What to fix if this is the cause: a component as in `check`, or `data`. None for `unknown`."""
         if self.proof is not None:
             return _BY_EVIDENCE[self.proof.code]
         if self.code == "staleness" and any(each.code.startswith("declared_lag") for each in self.for_it):
@@ -92,51 +82,42 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """Step of the strongest supporting evidence that has one."""
         return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:
-        """Supporting evidence except the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """The likely cause in case only an evaluation would show the drop."""
+    """The likely cause if the run got worse without a drop in its rewards, which only an evaluation would show."""
 
     suspects: tuple[Suspect, ...]
-    """Most probable first; without `unknown` if identical responses get a different reward from `step` on."""
+    """Most probable first. `unknown` is missing if identical responses get a different reward from `step` on."""
     step: int
-    """Step at which the recorded data change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""A suspect above this is reported as the cause: it outweighs all others together."""
+"""A more probable suspect is reported as the cause, because it outweighs all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""If the cause is unknown, suspects below this are not named."""
 MAX_PROBABILITY_CLEARED = 0.05
-"""Below this, the mismatch is ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
-    """A series that is NaN or infinite until the end of the run."""
+    """A series whose recorded values are all NaN or infinite from `step` on."""
 
     series: str
     step: int
-    """Step from which every recorded value is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
-    """A difference between a run and its baseline; its code is a key in text.DIFFERENCES."""
-
     suspect: str
-    """Code of the suspect it points to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +128,7 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given; facts may come from other steps too, see `facts.changes.known_run`."""
+    """The `steps` option as given. Evidence may come from other steps too; see `facts.changes.known_run`."""
     control: str | None
     kind: str
     """`intervention` if both runs begin with the same prompts and, after a drop, their differences point to one
@@ -157,21 +138,16 @@ class Attribution(Result):
     """The series judged: an evaluation if one was logged, else the reward; empty without either."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes in or shortly before the onset interval, largest first, consequences last; empty without a drop."""
+    """Changes in or shortly before the onset interval: largest first, consequences of other changes last. Empty without
+    a drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first; empty without a drop."""
     facts: tuple[Fact, ...] = ()
-    """Facts about the run and its baseline, strongest first; empty without a drop."""
     supposed: SupposedCause | None = None
-    """The likely cause if the run got worse without a visible drop; None with a drop, or if nothing changed."""
     later: Fall | None = None
-    """A drop that begins after the selected steps."""
     not_finite: tuple[NotFinite, ...] = ()
-    """Rewards, gradient norms and losses that are NaN or infinite to the end, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
-    """How the run differs from its baseline: first difference first, the rest by strength."""
     note_codes: tuple[Statement, ...] = ()
-    """What this trace cannot answer, and why; codes are keys in text.NOTES."""
 
     @property
     def supposed_cause(self) -> SupposedCause | None:

@@ -1,4 +1,4 @@
-"""Render an attribution as a brief for further work: the story, the facts, and a SQL query for each open question."""
+"""Render an attribution as a brief for someone who continues the search: verdict, facts, and SQL for open questions."""
 
 from __future__ import annotations
 
@@ -8,73 +8,47 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Characters in the table of facts; this keeps the whole brief to about 4,000 tokens."""
+"""Maximum number of characters in the table of facts, which keeps the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
-"""Weaker facts are not listed."""
 _OPEN = 0.05
-"""A suspect below this probability is no longer an open question."""
 _ALIKE = 3.0
-"""Two suspects are undecided if neither is more than this many times as probable as the other."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
-    "mismatch": (
-        "Does the mismatch begin before the drop?",
-        "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step",
-    ),
-    "staleness": (
-        "How many updates is the engine behind?",
+    "mismatch": ("Does the mismatch begin before the drop?",
+        "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),
+    "staleness": ("How many updates is the engine behind?",
         "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
-        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step",
-    ),
-    "optimizer": (
-        "Did the learning rate, the gradient norm or the loss change before the drop?",
-        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step",
-    ),
-    "reward": (
-        "Which identical responses get different rewards before and after the drop?",
-        "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) AS "
-        "reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5",
-    ),
-    "pairing": (
-        "Do advantages still follow the rewards of their own rows?",
-        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "data": (
-        "Did the prompts change?",
-        "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "truncation": (
-        "Do responses start to end at a length limit?",
-        "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, count(DISTINCT response_ids[-1]) AS last_tokens FROM "
-        "sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "reference": (
-        "Did the distance to the reference or the KL coefficient change?",
-        "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step",
-    ),
-    "advantages": (
-        "Did the sign, scale or mean of the advantages change?",
-        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "entropy": (
-        "Does the entropy change before the reward?",
-        "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step",
-    ),
-    "length": (
-        "Do longer responses get higher rewards?",
-        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences WHERE {near} GROUP BY step ORDER BY step",
-    ),
-    "unknown": (
-        "What else changed?",
+        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"),
+    "optimizer": ("Did the learning rate, the gradient norm or the loss change before the drop?",
+        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step"),
+    "reward": ("Which identical responses get different rewards before and after the drop?",
+        "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
+        "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
+    "pairing": ("Do advantages still follow the rewards of their own rows?",
+        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
+    "data": ("Did the prompts change?",
+        "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
+        "GROUP BY step ORDER BY step"),
+    "truncation": ("Do responses start to end at a length limit?",
+        "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, "
+        "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
+    "reference": ("Did the distance to the reference or the KL coefficient change?",
+        "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
+    "advantages": ("Did the sign, scale or mean of the advantages change?",
+        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "
+        "WHERE {near} GROUP BY step ORDER BY step"),
+    "entropy": ("Does the entropy change before the reward?",
+        "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step"),
+    "length": ("Do longer responses get higher rewards?",
+        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences "
+        "WHERE {near} GROUP BY step ORDER BY step"),
+    "unknown": ("What else changed?",
         "SELECT series, kind, step, before, after, before_text, after_text FROM changes WHERE step <= {last} AND follows IS NULL "
-        "ORDER BY abs(step - {step}) LIMIT 20",
-    ),
+        "ORDER BY abs(step - {step}) LIMIT 20"),
 }  # fmt: skip
-"""By suspect, the question that would settle it and the SQL that answers it."""
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
-    """Render the story, the facts, the undecided suspects, and SQL for each open question."""
     change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -99,7 +73,7 @@ def _facts(result: Attribution) -> str:
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:
-            lines.append(f"  and {len(facts) - number} weaker: SELECT * FROM facts")
+            lines.append(f"  and {len(facts) - number} weaker: see `facts` in the output of --json")
             break
         lines.append(line)
     return "\n".join(lines)
@@ -114,7 +88,7 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the step of the drop, or of a change that may hide one, and the last step at which it could have begun."""
+    """Return the first and last step at which the drop, or the change that may hide a drop, can have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed
@@ -122,7 +96,6 @@ def _onset(result: Attribution) -> tuple[int, int] | None:
 
 
 def _rows(result: Attribution) -> str:
-    """Return a command that shows rows at the first difference from the baseline or, without one, around the onset."""
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
     onset = _onset(result)
     first = min(steps, default=result.num_steps if onset is None else onset[0])

@@ -1,7 +1,7 @@
 """Find the first difference between a run and its baseline.
 
-The runs are identical before it, so it alone can have caused the later ones. Within a step, the checks follow the data:
-prompts, sampled responses, rewards, reference, advantages, updated weights.
+The runs are identical before the first difference, so it must have caused all later ones. Within a step, differences
+are looked for in the order of the data: prompts, sampled responses, rewards, reference, advantages, updated weights.
 
 Shapes: N sequences in a step, T tokens in a response.
 """
@@ -15,63 +15,49 @@ import numpy as np
 
 from ...schemas.passes import REFERENCE
 from ..facts import thresholds as ft
-from ..facts.relations import correlation, explained_by_length, pays_length_otherwise
-from ..facts.rollouts import Rollouts, centred, reward_differences
+from ..facts.relations import explained_by_length, pays_length_otherwise
+from ..facts.rollouts import Rollouts, reward_differences
 from ..facts.two_runs import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
 from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
-_OF_BATCH = ("advantages_part", "advantages_by_distance_part", "advantages_by_surprise_part")
-"""Different prompts can cause these too, through the mean and spread of the batch."""
 _ROUNDING = 1e-9
-"""Summation order can move the mean logprobs of bitwise identical runs this far apart, in nats."""
-_FEWEST = 8
-"""Sequences needed to correlate advantages with another quantity."""
-_FLOAT32 = 1e-10
-"""Share of the squared advantages that float32 rounding may leave unexplained."""
+"""Largest difference, in nats, that summation order causes between the mean logprobs of bitwise identical runs."""
 _EXACT = 5
-"""After this many bitwise identical steps, any difference counts, however small."""
+"""After this many bitwise identical steps, even the smallest difference is real."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference between a run and its baseline."""
-
     code: str
     step: int
-    """First step that differs; for an update, the step of the update."""
+    """First step that differs or, if the weights differ, the step whose update made them differ."""
     num_before: int
-    """Number of shared steps before it, identical in everything recorded."""
     is_sudden: bool = True
-    """True if weights were bitwise identical before; False if rounding drove the runs apart."""
+    """True if the weights were bitwise identical before; False if the runs drifted apart through rounding."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of both runs, paired by prompt."""
-
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of the step's prompts that both runs have; a trainer may choose prompts by reward."""
+    """Share of the step's prompts that both runs have. They can differ if the trainer selects prompts by reward."""
 
     @property
     def equal_N(self) -> np.ndarray:
-        """[N] True where both runs sampled the same response."""
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Return the mean absolute difference in a column over identical sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
 
 
 def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
-    """None if the runs share no step or never differ."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     before = 0.0
@@ -80,9 +66,9 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Different prompts also change environment and batch, so they take precedence, except over different weights.
+        # Different prompts also change the environment and the batch, so only different weights take precedence.
         if beside.share < 1 and (
-            code in ("", SAMPLING, "tool_parts", *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
+            code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
             code, values = "prompts_part", {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
@@ -101,10 +87,7 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return the code and numbers of the first difference within a step; the code is empty without one.
-
-    `least`: difference between mean logprobs of the same tokens, in nats, above which they differ.
-    """
+    """Return the code and numbers of the first difference within a step; mean logprobs differ from `least` nats on."""
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")
@@ -119,17 +102,17 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
     if tokens is not None and not tokens.apart and not equal.any():
-        # All responses differ at their first token, which leaves none to compare.
+        # All responses differ at their first token, so there is no shared token to compare.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
     if engine_parts and trainer_parts and not equal.all() and trained <= t.WEIGHTS_DIFFER < sampled:
-        trainer_parts = False  # different responses change the batch's shape, and so the trainer's rounding
+        trainer_parts = False  # different responses change the shape of the batch and hence the trainer's rounding
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
-        # A low-precision engine may not yet show the change of one update.
+        # The engine's precision may be too low to show the effect of a single update.
         is_update = is_behind or trained < t.MATERIAL_MISMATCH
         return (UPDATE if is_update else SCORING), values | {"apart": trained}
     if engine_parts:
@@ -144,7 +127,6 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _apart_at(facts: Facts, step: int) -> float:
-    """Return mean |d| at a step, in nats, but at least MATERIAL_MISMATCH."""
     return max(facts.at("mean_abs_d", step), t.MATERIAL_MISMATCH)
 
 
@@ -174,7 +156,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """True if about as many rows have a different reward as after a shuffle within groups."""
+    """True if the number of rows with a different reward is about what a shuffle within groups would give."""
     groups = (b.reward[b.group == group] for group in np.unique(b.group))
     counts = (np.unique(rewards, return_counts=True)[1] for rewards in groups)
     by_chance = [1 - float(((count / count.sum()) ** 2).sum()) for count in counts]
@@ -192,33 +174,4 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
         return "advantages_part", values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return "advantages_permuted_part", values
-    if not np.isfinite(a.reward).any():
-        return "advantages_or_rewards_part", values
-    of_terms = {
-        "advantages_by_distance_part": _goes_with(a.advantage, b, b.likelihood - b.reference),
-        "advantages_by_surprise_part": _goes_with(a.advantage, b, b.likelihood),
-    }
-    term = max(of_terms, key=lambda code: of_terms[code])
-    if of_terms[term] > t.TERM_IN_ADVANTAGE:
-        return term, values | {"correlation": of_terms[term]}
-    return "advantages_part", values
-
-
-def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Correlate advantages with a quantity, per token or summed, given the baseline's advantages.
-
-    The scale of the advantages does not matter. 0 if the quantity was not recorded.
-    """
-    found = 0.0
-    group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)
-    for distance in (quantity * b.length, quantity):
-        known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
-        if known.sum() < _FEWEST:
-            continue
-        # Centring within groups cancels each group's baseline.
-        own, control, of = (centred(values[known], group[known]) for values in (advantage, b.advantage, distance))
-        spread = float(control @ control)
-        rest = [values - control * float(values @ control) / spread if spread else values for values in (own, of)]
-        if float(rest[0] @ rest[0]) > _FLOAT32 * float(own @ own):
-            found = max(found, abs(correlation(*rest)))
-    return found
+    return ("advantages_part" if np.isfinite(a.reward).any() else "advantages_or_rewards_part"), values

@@ -1,6 +1,6 @@
 """Collect the facts of a run, and weigh them with a fitted model.
 
-model.json holds two multinomial logistic regressions, one for a run alone and one for a run beside its baseline.
+model.json holds two multinomial logistic regressions: one for a run alone, one for a run with a baseline.
 benchmarks/laboratories/left_out.py fits them on benchmark runs whose cause is known.
 """
 
@@ -28,24 +28,24 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (
         "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
-        "check_fails.values", "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later",
+        "check_fails.values", "engine_moves_on", "declared_fresh", "engine_parts.later",
         "mismatch", "returns_to_reference", "not_sampled_so",
     )),
-    (("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part"),
+    (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
      (
         "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
-        "advantages_changed.mean", "advantages_changed.burst", "rewards", "rewards_changed",
+        "advantages_changed.mean", "advantages_changed.burst", "rewards_changed",
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (tuple(f"setting.{code}" for code in SUSPECTS),
-     ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")),
+     ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
-"""(explaining features, features they explain away), applied in this order. Any declared lag explains old weights
+"""(explaining features, features that they explain away), applied in this order. Any declared lag explains old weights
 completely."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return the strongest fact of each feature, reduced by the share that other facts explain."""
+    """Return the strongest fact of each feature, weakened by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -63,34 +63,28 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
-    """Return a run's facts, strongest first; empty without a drop."""
     if facts.fall is None:
         return ()
     return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
 
 
-def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return how a run differs from its baseline (first difference first, the rest by strength) and where they diverge.
-
-    `known`: the facts of the run alone.
-    """
+def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
+    """Return a run's differences from its baseline (the first one, then the others by strength), and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
-    found += beside.changed(facts, control, parted, known)
     if facts.fall is not None and control.fall is not None:
         found.append(fact("control_fell", control.fall.share / max(facts.fall.share, 1e-12)))
     return _sorted(found, parted.code if parted else ""), parted
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference unless it came after the drop, grew out of rounding, or is just another seed."""
+    """Return the first difference, or None if it came after the drop, grew out of rounding, or is due to the seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
-    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
+    return None if parted.code == SAMPLING and parted.num_before == 0 else parted
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
-    """True if both runs begin with the same prompts in the same order."""
     first, second = (
         run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
         for run in (facts, control)
@@ -105,7 +99,6 @@ def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:
 
 ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
-"""Facts that contribute less than this to the log odds are not listed as evidence."""
 
 
 @cache
@@ -114,10 +107,7 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return every suspect with its probability, most probable first.
-
-    The points of a fact are what it adds to a suspect's log odds, relative to the mean over all suspects.
-    """
+    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all suspects."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
@@ -138,14 +128,11 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""A fact supports every suspect that it favours at least this much, relative to its favourite."""
+"""Support, as a fraction of a fact's largest support, above which suspects are near ties."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most; near ties go to the most probable one.
-
-    `unknown` if the model lacks the fact.
-    """
+    """Return the suspect that a fact supports most; of near ties, the most probable one. `unknown` without support."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

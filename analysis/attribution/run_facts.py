@@ -13,113 +13,69 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
 from ..check.check import CheckResult, gather, judge
+from ..facts import changes as timeline
+from ..facts import mismatch as of_engine
+from ..facts import relations
+from ..facts import rollouts as rows
 from ..facts import thresholds as ft
-from ..facts.changes import (
-    MIN_VALUES,
-    NOTHING,
-    POLICY,
-    ChangePoint,
-    Moves,
-    RunOutcomes,
-    known_run,
-    read_changes,
-    read_moves,
-    read_outcomes,
-)
-from ..facts.conditions import REFERENCE, SETTING
-from ..facts.mismatch import (
-    EarlierWeights,
-    RunMismatch,
-    StillEngine,
-    read_earlier_weights,
-    read_run_mismatch,
-    read_still_engine,
-)
+from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
-from ..facts.relations import (
-    ChangedResponses,
-    changed_responses,
-    correlation,
-    explained_by_length,
-    explained_by_length_by_step,
-    pays_length_otherwise,
-    relation,
-    relation_by_step,
-)
-from ..facts.rollouts import (
-    RepeatedResponses,
-    Rollouts,
-    least_reward,
-    moved_rewards,
-    read_rollouts,
-    repeated_responses,
-    unequal_share,
-)
+from ..facts.rollouts import RepeatedResponses, Rollouts
 from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
+from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
 from ..trace.source import Pair
 from . import thresholds as t
-from .settings import is_setting, read_settings, suspect_of
+from .settings import is_setting, suspect_of
 
-_BREAK_STEPS = 10
-"""Steps compared on each side to find where advantages stop following rewards."""
-_FEWEST_STEPS = 3
-"""Steps needed on each side, with rewards and advantages that vary within groups."""
-_LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Steps before and after a drop in which rewards are compared with response lengths."""
-_FEWEST_TELLING = 5
-"""Usable steps needed on each side for that comparison."""
+_BREAK_STEPS, _FEWEST_STEPS = 10, 3
+"""Largest and smallest number of steps compared on each side of a step at which advantages stop following rewards."""
+_LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
+"""Steps before and after a drop in which rewards are compared with lengths, and the number needed on each side."""
 _ENOUGH = 20
-"""With at least this many steps before a drop, only their first half represents the healthy run."""
+"""If at least this many steps precede a drop, only the first half of them represents the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything an attribution knows about one trace."""
-
     trace: str
     series: Mapping[str, Series]
-    outcomes: RunOutcomes
+    outcomes: timeline.RunOutcomes
     fall: Fall | None
-    """The drop in the judged outcome, or one that only shows beside a baseline."""
-    mismatch: RunMismatch | None
+    mismatch: of_engine.RunMismatch | None
     checked: CheckResult | None
-    """None for a baseline, or if `check` could not run."""
     database: Database
-    """The usable steps; their sequences and changes are read on demand."""
     pair: Pair
     settings: Mapping[str, Any]
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None
-    """A drop that begins after the steps asked about."""
 
     @property
     def outcome(self) -> Outcome | None:
         return self.outcomes.judged
 
     @property
-    def changes(self) -> Mapping[str, tuple[ChangePoint, ...]]:
-        return read_changes(self.database, self.pair)
+    def changes(self) -> Mapping[str, tuple[timeline.ChangePoint, ...]]:
+        return timeline.read_changes(self.database, self.pair)
 
     @cached_property
     def near(self) -> tuple[RecordedChange, ...]:
-        """Changes in or shortly before the onset interval, largest first."""
         if self.fall is None:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        # A baseline may have moved the drop, which changes the order.
+        # The comparison with a baseline may have moved the drop, which changes the order.
         ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """The latest change in each input that is abrupt, permanent, certain and long before the drop.
+        """For each input, the latest abrupt, permanent and certain change long before the drop.
 
-        A policy may take many updates to show the effect of a changed reward or changed prompts.
+        A changed reward or prompt may take many updates to show its effect.
         """
         if self.fall is None:
             return ()
@@ -127,27 +83,25 @@ class Facts:
         latest: dict[str, RecordedChange] = {}
         for change in read_recorded(self.database, self.pair):
             is_late = change.step > first + t.LEARNED * len(self.steps)
-            if not is_late or change.high >= self.fall.low or change.kind not in (*GIVEN, REFERENCE):
+            if not is_late or change.high >= self.fall.low or change.kind not in GIVEN:
                 continue
             is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # another change followed, so the earlier one was not permanent
+            else:  # an earlier change was not permanent if another one followed
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Return the certain changes of these kinds near the drop or, without any, permanent ones long before it."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Return the changes in a suspect's settings near the drop or, without any, long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A constant number in the log may be a measurement, such as a share of 0 or the best reward so far.
+            # A logged number that rarely changes may be a measurement, such as the best reward so far.
             found = [change for change in found if change.series in self.settings or is_setting(change.series)]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found
@@ -155,7 +109,7 @@ class Facts:
 
     @property
     def rollouts(self) -> Rollouts:
-        return read_rollouts(self.database, self.pair)
+        return rows.read_rollouts(self.database, self.pair)
 
     @property
     def steps(self) -> np.ndarray:
@@ -163,99 +117,86 @@ class Facts:
         return np.empty(0, np.int64) if series is None else series.steps
 
     def values(self, name: str) -> np.ndarray:
-        """Return a series as [n] values; NaN where missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
     def at(self, name: str, step: int) -> float:
-        """Return the value of a series at a step; NaN where missing."""
         place = int(np.searchsorted(self.steps, step))
         return float(self.values(name)[place]) if place < len(self.steps) else math.nan
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """Sequences since the earliest possible onset; all of them without a drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset.
-
-        If they are in the wrong rows only after the onset interval, since its end.
-        """
-        found = repeated_responses(self.since_fall)
+        """Rewards of identical responses since the onset, or since the end of its interval if only these are misplaced."""
+        found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
-        later = repeated_responses(self.rollouts.since(self.fall.interval[1]))
+        later = rows.repeated_responses(self.rollouts.since(self.fall.interval[1]))
         return later if later.lies_off else found
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """Rewards of identical responses well before the drop, because its cause may have begun earlier."""
-        return repeated_responses(self.rollouts if self.fall is None else self.well_before)
+        return rows.repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences of the first half of the steps before the drop, or of all these steps if they are few."""
+        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
     @property
     def rewards_lie_off(self) -> bool:
-        """True if rewards are in the wrong rows of their step."""
         return self.repeated.lies_off or self.moved_rewards is not None
 
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
-        """Set if rewards stop correlating with likelihood at a step while their distribution stays the same."""
         step = self.moves.breaks("relation")
-        if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
+        if (
+            step is None
+            or self.repeated.unequal <= t.CHANGED
+            or self.moves.moves_at(step, "mean_abs_d", *timeline.POLICY)
+        ):
             return None
-        return moved_rewards(self.rollouts, step)
+        return rows.moved_rewards(self.rollouts, step)
 
     @cached_property
-    def changed_rewards(self) -> ChangedResponses | None:
-        """Identical responses whose reward changes near the drop, or for good before it.
-
-        Without a drop, at any step.
-        """
+    def changed_rewards(self) -> relations.ChangedResponses | None:
         if not len(self.steps):
             return None
-        near = self._given_otherwise("reward", least_reward(self.rollouts))
+        near = self._given_otherwise("reward", rows.least_reward(self.rollouts))
         if near is not None:
             noise = self.repeated_before.unequal
             least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / near.num_responses)
             near = near if near.share > least else None
         if near is not None and not near.share_before > t.WAS_THERE * near.share:
             return near
-        found = self._given_otherwise_for_good("reward", least_reward(self.rollouts))
+        found = self._given_otherwise_for_good("reward", rows.least_reward(self.rollouts))
         return near if found is None or found.is_rescaled else found
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation of length with the reward changes of identical responses if it explains them, else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
         since, before = self.rollouts.since(found.step), self.rollouts.until(found.step - 1)
-        explained, direction = explained_by_length(since, before)
+        explained, direction = relations.explained_by_length(since, before)
         if explained >= ft.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)
         if abs(found.length_correlation) > (ft.LENGTH_EXPLAINS if found.share >= ft.ALMOST_ALL else ft.LENGTH_IS_ALL):
             return found.length_correlation
         if found.share < ft.ALMOST_ALL:
             return 0.0
-        return pays_length_otherwise(since, before)
+        return relations.pays_length_otherwise(since, before)
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step that length explains, before and after the onset.
-
-        None unless it grew from below LENGTH_LITTLE to LENGTH_MOST or more.
-        """
+        """Share of the reward variance within a step that length explains, before and after the onset, if it rises enough."""
         if self.fall is None:
             return None
-        steps, share = explained_by_length_by_step(self.rollouts)
+        steps, share = relations.explained_by_length_by_step(self.rollouts)
         first = self.fall.interval[0] - ft.AHEAD
         before = share[steps < first][-_LONG_BEFORE:]
         since = share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)]
@@ -265,71 +206,64 @@ class Facts:
         return (usual, now) if usual < t.LENGTH_LITTLE and now >= t.LENGTH_MOST else None
 
     @cached_property
-    def changed_reference(self) -> ChangedResponses | None:
-        """Identical responses that the reference model scores differently near the drop, or for good before it."""
+    def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
         is_other = found is not None and found.share > ft.MOST and not found.share_before > t.WAS_THERE * found.share
         return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
-    def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop, or at all."""
+    def _given_otherwise(self, column: str, least: float) -> relations.ChangedResponses | None:
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
             first, last = self.fall.interval[0] - 5, self.fall.latest
-        return changed_responses(self.rollouts, column, first=first, last=last, least=least)
+        return relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
-    def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes permanently, long before the drop."""
+    def _given_otherwise_for_good(self, column: str, least: float) -> relations.ChangedResponses | None:
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
-        found = changed_responses(self.rollouts, column, first=first, last=last, least=least) if first <= last else None
+        found = (
+            relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
+            if first <= last
+            else None
+        )
         if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
-        unequal_since, unequal_before = (unequal_share(part, column, least) for part in (since, before))
+        unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
         return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if another input changed at the drop, which may explain the reward."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
-    def new_reward(self) -> ChangedResponses | None:
-        """Responses that consistently get a new reward from some step on, in a run without a drop."""
+    def new_reward(self) -> relations.ChangedResponses | None:
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
-        return found if not repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
+        return found if not rows.repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward within groups at the onset; if undefined there, after the onset.
-
-        If lengths are constant within groups, over all responses, or NaN if length does not explain the reward.
-        """
+        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too low."""
         for part in (self.around_fall(), self.since_fall):
-            within = relation(part, "length", "reward").correlation
+            within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
                 return within
         known = np.isfinite(self.since_fall.reward)
-        overall = correlation(self.since_fall.length[known], self.since_fall.reward[known])
+        overall = relations.correlation(self.since_fall.length[known], self.since_fall.reward[known])
         return overall if abs(overall) > ft.LENGTH_EXPLAINS else math.nan
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """The step, up to the drop, at which advantages stop following rewards within groups.
-
-        Steps are compared one by one: a policy trained on wrong advantages may soon get the same reward everywhere.
-        """
+        """The step, up to the drop, at which advantages stop following rewards within groups."""
         if self.fall is None:
             return None
-        steps, follows = relation_by_step(self.rollouts, "reward", "advantage")
+        steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")
         last = int(np.searchsorted(steps, self.fall.latest, side="right"))
         for place in range(last):
             before, since = follows[max(place - _BREAK_STEPS, 0) : place], follows[place : place + _BREAK_STEPS]
@@ -341,33 +275,30 @@ class Facts:
         return None
 
     @cached_property
-    def moves(self) -> Moves:
-        return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
+    def moves(self) -> timeline.Moves:
+        return timeline.NOTHING if self.fall is None else timeline.read_moves(self.series, self.rollouts, self.fall)
 
     @cached_property
     def breaks(self) -> int:
-        """First step of the drop or, if earlier, the step at which rewards or advantages went wrong."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = (self.moves.breaks("relation"), self.advantages_break)
         return min((step for step in broken if step is not None), default=self.fall.low)
 
     @cached_property
-    def still_engine(self) -> StillEngine | None:
-        """Whether the engine's logprobs of repeated prefixes change once the mismatch has begun."""
+    def still_engine(self) -> of_engine.StillEngine | None:
         begins = _mismatch_begins(self)
-        return None if begins is None else read_still_engine(self.rollouts, begins)
+        return None if begins is None else of_engine.read_still_engine(self.rollouts, begins)
 
     @cached_property
-    def earlier_weights(self) -> EarlierWeights | None:
-        """The engine's logprobs since the mismatch began, matched with earlier trainer logprobs."""
+    def earlier_weights(self) -> of_engine.EarlierWeights | None:
         begins = _mismatch_begins(self)
-        return None if begins is None else read_earlier_weights(self.rollouts, begins)
+        return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
 
-        Without a drop, locate the step from which the run does not follow the baseline's rise.
+        Without a drop, locate the step from which the run no longer rises with the baseline.
         """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
@@ -383,10 +314,11 @@ class Facts:
             if gap is not None and np.ptp(gap.interval) < np.ptp(fall.interval):
                 where = {name: getattr(gap, name) for name in ("step", "low", "high", "interval", "fallen", "kind")}
                 fall = replace(fall, **where)
-        return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
+        return (
+            self if fall is None else replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
+        )
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences from the onset to a tenth of the run later, when the policy has unlearned little."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -395,35 +327,27 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace and, except for a baseline, its `check` result if not `checked` yet. Raises
-    DamagedTrace."""
+    """Read the facts of a trace, and run `check` on it unless it is a baseline or `checked`; raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
-    known, later = (database, None) if is_control else known_run(database, pair)
+    known, later = (database, None) if is_control else timeline.known_run(database, pair)
     series = read_series(known, pair=pair)
-    outcomes = read_outcomes(known, pair)
+    outcomes = timeline.read_outcomes(known, pair)
     if outcomes.judged is None:
-        notes.append(Statement(code="no_outcome", values={"min_values": MIN_VALUES}))
+        notes.append(Statement(code="no_outcome", values={"min_values": timeline.MIN_VALUES}))
     elif not outcomes.judged.is_evaluation:
         notes.append(Statement(code="no_evaluation"))
+    if checked is None and not is_control:
+        checked = _checked(database, pair, name, notes)
     return Facts(
-        trace=name,
-        series=series,
-        outcomes=outcomes,
-        fall=outcomes.fall,
-        mismatch=read_run_mismatch(series, outcomes.fall),
-        checked=checked if checked is not None or is_control else _checked(database, pair, name, notes),
-        database=known,
-        steps_asked=database.steps,
-        later=later,
-        pair=pair,
-        settings=read_settings(known),
-        notes=tuple(notes),
-    )
+        trace=name, series=series, outcomes=outcomes, fall=outcomes.fall, checked=checked, database=known, pair=pair,
+        mismatch=of_engine.read_run_mismatch(series, outcomes.fall), settings=read_hyperparameters(known),
+        notes=tuple(notes), steps_asked=database.steps, later=later,
+    )  # fmt: skip
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the first step with a tenth of the mismatch at the drop or, if larger, a hundredth of its maximum."""
+    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

@@ -1,23 +1,8 @@
-"""Read the settings of a run, with common names for those of the optimizer."""
+"""Assign settings to suspects by their names."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
-
-from ..trace.columns import read_hyperparameters
-from ..trace.database import Database
-
-_OPTIMIZER = {
-    "learning_rate": ("learning_rate", "lr"),
-    "adam_beta1": ("adam_beta1", "beta1", "beta_1"),
-    "adam_beta2": ("adam_beta2", "beta2", "beta_2"),
-    "adam_epsilon": ("adam_epsilon", "adam_eps", "eps"),
-    "weight_decay": ("weight_decay", "wd", "l2"),
-    "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
-    "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
-}
-"""Common name -> last words of setting names in training loops; not `epsilon`, which is the PPO clip range in TRL."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +24,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Words in setting names, by suspect; the first match counts. Clipping a norm belongs to the optimizer."""
+"""Words in the names of settings, by suspect; the first match decides. Norm clipping belongs to the optimizer."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -50,20 +35,16 @@ _PATTERNS = (
         ),
     ),
 )
-"""Patterns for the last word of a name, tried before the single words."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words that mark a logged number as a measurement, not a setting."""
-
-_NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, last part of its name first; `unknown` if no word is known."""
+    """Return the suspect that a setting belongs to, or `unknown`. The last part of the name is tried first."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -77,21 +58,5 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """True if a logged number has the name of a setting, not of a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
-
-
-def read_settings(database: Database) -> dict[str, Any]:
-    """Return hyperparameters by name, as numbers or text; those of the optimizer also under their common names."""
-    settings = read_hyperparameters(database)
-    last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
-    for name, aliases in _OPTIMIZER.items():
-        value = next((last_words[alias] for alias in aliases if isinstance(last_words.get(alias), float)), None)
-        if value is not None:
-            settings.setdefault(name, value)
-    betas = re.findall(_NUMBER, str(last_words.get("betas") or last_words.get("adam_betas") or ""))
-    if len(betas) == 2:
-        settings.setdefault("adam_beta1", float(betas[0]))
-        settings.setdefault("adam_beta2", float(betas[1]))
-    return settings

@@ -17,23 +17,14 @@ from .attribution import Attribution, NotFinite, Suspect
 _MOST_CHANGES = 12
 _MOST_EVIDENCE = 8
 _SHOWN = 0.02
-"""Suspects below this probability are listed without evidence."""
 
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
-    "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
-    "gradient_differs": "the update at step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
-    "update_is_other": "the update at step {step} is {factor:.3g} times as large as the baseline's, and the gradient does not explain why",
-    "update_is_equal": "the update at step {step} has the same gradient norm and size as the baseline's but yields different weights",
-    "loss_is_lower": "the loss at step {step} is lower than the baseline's by {factor:.3g} times the loss's usual magnitude: a bonus is subtracted from the loss",
-    "loss_is_higher": "the loss at step {step} is higher than the baseline's by {factor:.3g} times the loss's usual magnitude: a penalty is added to the loss",
-    "weights_jump": "the update at step {step} yields weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: more than a loss term can explain",
-    "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
@@ -73,63 +64,37 @@ EVIDENCE: Mapping[str, str] = {
     "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
-    "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
-    "update_grows": "the update at step {step} is {factor:.3g} times as large as the baseline's",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
-    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
-    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens; now none are, and {cut_share:.0%} have exactly this length",
-    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentences by code of a fact about a run; DIFFERENCES has those about a run and its baseline."""
+"""Sentences about a run, by code of the fact; those in DIFFERENCES are about a run and its baseline."""
 
+_FIRST = "first difference at step {step}: "
+_EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
 DIFFERENCES: Mapping[str, str] = {
-    "prompts_part": "first difference at step {step}: the prompts",
-    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical "
-    "to the baseline's; the other responses stop where the baseline's continue",
-    "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's, although both engines return the same "
-    "logprobs",
-    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses are identical to the baseline's; the "
-    "other responses first differ in tokens that were not sampled",
-    "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
-    "(by {apart:.2g} nats) but the trainer's do not",
-    "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
-    "(by {apart:.2g} nats) but the engine's do not",
-    "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
-    "rewards_permuted_part": "first difference at step {step}: the rewards are the baseline's in a different order",
-    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
-    "{correlation:.2f})",
-    "rewards_of_last_step_part": "first difference at step {step}: the rewards are those of the previous step",
-    "advantages_by_distance_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their distance to the "
-    "reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
-    "(correlation {correlation:.2f})",
-    "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
-    "reference_parts": "first difference at step {step}: for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
-    "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
-    "advantages_permuted_part": "first difference at step {step}: the advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} "
-    "yields weights whose logprobs differ by {apart:.2g} nats per token",
-    "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, more so the longer they are "
-    "(correlation {correlation:.2f})",
-    "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, and a step's rewards are the "
-    "baseline's in a different order",
-    "rewards": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently",
-    "advantages": "advantages follow rewards in the baseline (correlation {control:.2f}) but not in the run ({run:.2f})",
-    "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
+    "prompts_part": _FIRST + "the prompts",
+    "responses_cut_off": _EQUAL + "; the other responses stop where the baseline's continue",
+    "sampling_parts": _EQUAL + ", although both engines return the same logprobs",
+    "tool_parts": _EQUAL + "; the other responses first differ in tokens that were not sampled",
+    "engine_parts": _FIRST + "for identical tokens the engine's logprobs differ (by {apart:.2g} nats) but the trainer's do not",
+    "scoring_parts": _FIRST + "for identical tokens the trainer's logprobs differ (by {apart:.2g} nats) but the engine's do not",
+    "rewards_part": _FIRST + "{share:.0%} of identical responses get a different reward",
+    "rewards_permuted_part": _FIRST + "the rewards are the baseline's in a different order",
+    "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, depending on their length (correlation {correlation:.2f})",
+    "rewards_of_last_step_part": _FIRST + "the rewards are those of the previous step",
+    "advantages_or_rewards_part": _FIRST + "identical responses have different advantages; their rewards were not recorded",
+    "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
+    "advantages_part": _FIRST + "identical responses with equal rewards have different advantages",
+    "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields weights whose logprobs differ by {apart:.2g} nats per token",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the "
-    "optimizer or a loss term differs (record the gradient norm to tell which)",
-    "prompts": "starting at step {step}, the prompts differ from the baseline's (at {num_steps} steps)",
-    "changed": "{series} changes near the drop in the run but not in the baseline",
-    "update_or_loss_without_advantages": "the update at step {step} yields different weights than the baseline's from the same sequences and rewards: the optimizer, a "
-    "loss term or the advantages differ (neither advantages nor the gradient norm were recorded)",
-}
+    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
+}  # fmt: skip
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
@@ -152,7 +117,6 @@ def evidence_sentence(evidence: Statement) -> str:
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
-    """Return the differences from the baseline as sentences, without repeats."""
     return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
 
 
@@ -161,7 +125,6 @@ def note_sentences(result: Attribution) -> tuple[str, ...]:
 
 
 def verdict_sentence(result: Attribution) -> str:
-    """State whether and when the run collapsed, and the most likely cause."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop in {result.outcome} before that." if result.outcome else ""
@@ -184,14 +147,12 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def later_clause(later: Fall | None) -> str:
-    """Mention a drop after the selected steps; empty without one."""
     if later is None:
         return ""
     return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Name the series that end in NaN or infinity, and since when; empty without any."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -216,7 +177,6 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """State that the cause is unknown, and what comes closest."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
@@ -226,7 +186,6 @@ def unsure_clause(result: Attribution) -> str:
 
 
 def attribution_text(result: Attribution) -> str:
-    """Render the verdict, the changes around the drop, and each suspect with its evidence and next command."""
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]

@@ -12,46 +12,36 @@ OF_NO_SCATTER = 10.0
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""The engine is too far behind if its lag is at least this many times the usual lag; slow sequences cause less."""
+"""The engine is too far behind at this multiple of its usual lag; slow sequences increase the lag by less."""
 LEARNED = 0.1
-"""Fraction of the run, from its start, that it takes to see what is normal, such as the lag."""
+"""Fraction of the run, from its start, that shows what is normal, such as the lag."""
 WAS_THERE = 0.5
-"""Noise in the reward is ruled out if more than this fraction of it was there before the drop: the run learned in spite
-of it."""
+"""Noise in the reward is not the cause if more than this fraction of it preceded the drop."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Within a step, advantages follow rewards above this correlation; a critic may remove most of the reward."""
+"""Advantages follow rewards if they correlate above this within a step; a critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
-"""Advantages agree with rewards above this correlation within groups; baselines and scaling leave it at 1, clipping
-above 0.8."""
+"""Advantages agree with rewards above this correlation within groups; clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""Fraction of responses whose reward may change under the same verifier."""
+"""Fraction of responses whose reward may change although the verifier is the same."""
 FEW_CHANGED = 10
-"""Responses that must get a new reward before the verifier has changed."""
+"""Number of responses that must get a different reward before the verifier counts as changed."""
 ABRUPT = 10.0
-"""The mismatch jumps if it grows by at least this factor in one step; training alone causes less."""
+"""The mismatch jumps if it grows by at least this factor in one step; training alone makes it grow by less."""
 MISMATCH_DIFFERS = 3.0
-"""Ratio from which two runs' mismatches differ; with the same engine it reaches 1.5 by chance."""
+"""The mismatches of two runs differ from this ratio on; with the same engine, the ratio reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Mean |d|, in nats, below which a mismatch is harmless; bf16 engines show 0.002 to 0.01 in healthy runs of several
-months."""
+"""A smaller mean |d|, in nats, is harmless; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
-"""Rewards are mixed up if at least this fraction of the rows that a shuffle within groups would change have a different
-reward."""
+"""Rewards are mixed up if at least this fraction of the rows that a shuffle within groups would change is different."""
 MANY_SHARED = 0.3
-"""Fraction of a step's prompts that both runs must have before anything but their weights is compared."""
+"""If the runs share fewer of a step's prompts than this fraction, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Sequences per step with prompts of both runs that it takes to compare weights. Prompts can differ because some
-trainers drop groups with equal rewards, and so choose prompts by reward."""
+"""Sequences with shared prompts that a step needs; prompts differ if a trainer drops groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit is the reason if at least this fraction of the differing responses just end early."""
+"""A length limit is the reason if at least this fraction of the responses that differ just end early."""
 LENGTH_SHARE = 0.5
-"""Fraction of a step's responses that must get a different reward before the reward can depend on length."""
-TERM_IN_ADVANTAGE = 0.75
-"""The reward has a KL term if advantages correlate this much with the distance from the reference, and an entropy bonus
-if they correlate this much with the logprob, given the baseline's advantages."""
+"""At least this fraction of a step's responses gets a different reward if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards have come to depend on length if it explains less than LENGTH_LITTLE of their variance within a step before
-the drop, and at least LENGTH_MOST after it."""
+"""Rewards come to depend on length if the variance it explains rises from below the first to at least the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Difference between two trainers' mean logprobs of a response, in nats, above which their weights differ; fp32 kernels
-cause 1e-7."""
+"""Two trainers' weights differ if the mean logprobs of a response differ by more, in nats; fp32 kernels cause 1e-7."""

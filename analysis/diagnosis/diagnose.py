@@ -1,4 +1,4 @@
-"""Diagnose a run: collapse, validity of the comparison, cause and size of the mismatch, next commands."""
+"""Diagnose a run: its collapse, the validity of the comparison, the mismatch, and the next commands."""
 
 from __future__ import annotations
 
@@ -50,15 +50,13 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Per sequence: number of tokens, squared differences of pass a and of replay c from pass b, and group."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
-"""Replay options that select an engine without changing how it computes."""
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Compare pass b with each replay in place of pass a; the one that removes most comes first."""
+    """Compare pass b with each replay in place of pass a; the replay that removes most of the mismatch comes first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -87,7 +85,6 @@ def _contracts(database: Database) -> list[tuple[str, Contract]]:
 
 
 def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    """Return the options of a replay; None if they are missing or ambiguous."""
     arms = {
         arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
     }
@@ -95,7 +92,6 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Return the replays that only switched to the engine of `engine_pass`."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -107,7 +103,6 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """Return the 95% interval, over groups, of the removed share 1 - left / gap; its upper end is at most 1."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]
@@ -115,7 +110,6 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
 
 
 JUDGED = "k3"
-"""Series whose jumps are reported."""
 
 
 def diagnose(
@@ -128,10 +122,10 @@ def diagnose(
 ) -> Diagnosis:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Combines `attribute` (collapse and most probable cause, relative to the baseline `control` if given), `check`, the
-    precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to part of the run;
-    other steps still count as evidence, as in `attribute`.
+    Combines `attribute` (the collapse and its most probable cause, judged against the baseline `control` if given),
+    `check`, the precision of each side (declared and inferred), published values beside those of the trace, the alerts
+    at every step, and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to
+    part of the run; other steps are still used as evidence, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -153,27 +147,16 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
+    size = size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser)
+    a, b = sides
     return Diagnosis(
-        checked=checked,
-        attribution=attribution,
-        jumps=jumps,
+        checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
-            passes=names,
-            declared=(sides[0].declared, sides[1].declared),
-            logits=(sides[0].logits, sides[1].logits),
-            values=(sides[0].values, sides[1].values),
+            passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values)
         ),
-        metrics=metrics,
-        size=replace(
-            size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
-            is_inferred=coarser not in (sides[0].declared, sides[1].declared),
-        ),
-        figures=figures,
-        alarms=read_alarms(database, names, of_tokens),
-        replays=replays,
-        next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)),
-        located=located,
-    )
+        size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
+        next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
+    )  # fmt: skip
 
 
 def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
@@ -183,10 +166,7 @@ def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch that are too abrupt for training alone, largest first.
-
-    `follows` names a setting or contract that changed at the jump.
-    """
+    """Return the jumps of the mismatch too abrupt for training alone; `follows` is a setting that changed at the jump."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -199,7 +179,6 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
-    """Return the coarser dtype of the two passes, which determines the size of a mismatch; None if neither is known."""
     return _coarsest(side.coarsest for side in sides)
 
 
@@ -208,7 +187,6 @@ def _coarsest(dtypes: Iterable[str | None]) -> str | None:
 
 
 _ORDER = ("float32", "float16", "bfloat16", "float8")
-"""From finest to coarsest."""
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
@@ -223,12 +201,8 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d with published values from healthy runs with the same coarser dtype.
-
-    `verdict` is the code of the check's first finding.
-    """
-    comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
-    healthy = [figure for figure in comparable if not figure.is_fault]
+    """Compare the rms of d with published values for the same coarser dtype. `verdict`: first finding of `check`."""
+    healthy = [each.figure for each in figures if each.fits and each.figure.metric == "rms_d"]
     is_equal = verdict == "equal" or own == 0.0
     if is_equal or not healthy:
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
@@ -238,7 +212,6 @@ def size_comparison(
 
 
 def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
-    """Return a query for the first step with a reward, gradient norm or loss that is not finite."""
     if not attribution.not_finite:
         return ()
     query = (
@@ -251,7 +224,6 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return commands that narrow down the cause of the mismatch, unless replays and `locate` already have."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
@@ -266,7 +238,6 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Return a `locate` command for the replay that removes the most, if any removes a part."""
     if not data.has_weights:
         return ()
     for replay in replays:
@@ -284,9 +255,8 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 def own_metrics(data: PairData) -> dict[str, float]:
     """Return the metrics over all tokens in the trace, named as in figures and alarms.
 
-    With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
-    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from stored sums; with these, it
-    covers only the tokens read individually.
+    They are derived from sums. If the trace stores the sums, `mean_exp_abs_d` (token_mult_prob_error in NeMo-RL) covers
+    only the tokens that were read individually, because it is not stored.
     """
     sums = data.sums
     if not sums.num_tokens:

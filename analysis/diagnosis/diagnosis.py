@@ -23,39 +23,32 @@ ADDS_LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """dtypes of pass a and pass b; None if unknown."""
+    """The dtypes of pass a and pass b; None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
-    """From the contracts."""
     logits: tuple[str | None, str | None]
-    """What the logits were rounded to, judging by the logprobs; see check.pair_data."""
+    """Of the logits, inferred from the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
-    """What the recorded logprobs were rounded to."""
+    """To which the recorded logprobs were rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureComparison:
-    """A published figure beside the trace's value under the same definition."""
-
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if both have the same coarser dtype."""
+    """True if the coarser dtype is the same for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
-    """The size of the mismatch beside published values of healthy runs."""
-
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal`: no mismatch; `unpublished`: no published value for this dtype; otherwise `own` relative to the range."""
+    """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the range."""
     own: float
     """Root mean square of d, nats."""
     coarser: str | None
-    """The coarser dtype of the two passes, which determines the size of the mismatch; None if unknown."""
     is_inferred: bool = False
-    """True if no contract declares the dtype."""
     low: float | None = None
     """Published range from `low` to `high`, nats; None for `equal` and `unpublished`."""
     high: float | None = None
@@ -63,22 +56,19 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """How much of the mismatch disappears if a replay replaces pass a."""
+    """How much of the mismatch disappears if a replay takes the place of pass a."""
 
     arm: str
     pair: tuple[str, str]
     num_tokens: int
     gap_rms: float
-    """Root mean square of d between pass a and pass b over the replayed tokens, nats."""
     left_rms: float
-    """The same between the replay and pass b."""
     removed: float
-    """Share of the mean squared d that the replay removes; negative if it adds to it."""
+    """Share of the mean squared d that the replay removes; negative if it increases the mismatch."""
     low: float | None
-    """95% interval of `removed` over groups, from `low` to `high`; None without one."""
+    """Lower end of the 95% interval of `removed` over groups; None, with the reason in `no_interval`, if there is none."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None if there is one."""
     is_own_engine: bool = False
     """True if the replay only switched to the engine of pass b."""
     changes: str | None = None
@@ -99,15 +89,12 @@ class BrokenSide:
     """What to fix, according to `check` and `attribute` together."""
 
     side: str
-    """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
+    """A component, as in check.finding.Broken, or `data`."""
     since: int | None
-    """First broken step; None if no command finds a start within the run."""
     by: tuple[str, ...]
-    """The commands that found it: `check`, `attribute` or both."""
     other: str | None = None
-    """What the other command blames instead, if anything."""
     is_stronger: bool = False
-    """True if both explain the same mismatch, with stronger evidence for `side` than for `other`."""
+    """True if `side` and `other` both explain the mismatch, but the evidence for `side` is stronger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +109,12 @@ class Diagnosis(Result):
     """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """Metrics of the trace, named as in `stats` and the frameworks."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
-    """Commands that answer the questions still open."""
     located: Location | None = None
-    """Newest `locate` result stored in the trace, without operators."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:
@@ -143,7 +127,6 @@ class Diagnosis(Result):
 
     @property
     def broken(self) -> BrokenSide | None:
-        """What to fix, and since which step; None if nothing is broken."""
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
         seen, caused = checked.broken, suspect.broken if suspect else None
         faults = data_faults(checked)
@@ -170,21 +153,17 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Data findings that compare logprobs, and so may come from a fault in the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return the faults in the run's data, except findings that also occur in healthy runs."""
+    """Return the faults in the run's data, without findings that also occur in healthy runs."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )
 
 
 def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; None if it is present from the start.
-
-    The check inspects a sample of steps, so a jump between two of them dates the fault more precisely.
-    """
+    """Return the first step of the fault that makes a comparison invalid; a jump between sampled steps dates it precisely."""
     found = []
     for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
         since = each.numbers.get("since_step", each.numbers.get("since"))

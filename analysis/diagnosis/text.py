@@ -8,13 +8,7 @@ from typing import Any
 
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
 from ..attribution.attribution import Attribution, Suspect
-from ..attribution.text import (
-    attribution_json,
-    evidence_sentence,
-    later_clause,
-    not_finite_clause,
-    unsure_clause,
-)
+from ..attribution.text import attribution_json, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
 from ..check.text import checked_json, checked_text
 from ..facts.changes import MIN_VALUES
@@ -88,7 +82,6 @@ def _data_faults(checked: CheckResult | None) -> list[str]:
 
 
 def _named(attribution: Attribution) -> set[str]:
-    """Return the series that the evidence for the most probable cause names."""
     if not attribution.suspects:
         return set()
     first = attribution.suspects[0]
@@ -106,7 +99,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Leave out the kind of a mismatch that grows at a step, because the headline already states the step."""
+    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
@@ -194,7 +187,6 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def alerts_text(found: Diagnosis, most: int | None = None) -> str:
-    """List up to `most` of the alerts that fired, and say if they disagree with the check."""
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
@@ -207,7 +199,6 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """State whether the size of the mismatch is normal; after an unexplained jump it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
@@ -215,7 +206,6 @@ def normal_text(found: Diagnosis) -> str:
 
 
 def broken_text(found: Diagnosis) -> str:
-    """State what to fix, since when, and which command found it; empty if nothing is broken."""
     if (broken := found.broken) is None:
         return ""
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
@@ -226,10 +216,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State whether the size of the mismatch is normal; in an invalid comparison, only its size.
-
-    `explanation`: the finding of the check in a valid comparison.
-    """
+    """State the size of the mismatch and, in a valid comparison, whether it is normal. `explanation`: by `check`."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

@@ -1,4 +1,4 @@
-"""The timeline of a run as every command reports it: changes, which came first, and the drop in the outcome."""
+"""The timeline of a run, shared by all commands: changes of series, which came first, and the drop in the outcome."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Maximum number of values searched for changes; longer series are averaged over neighbouring steps."""
+"""Longer series are averaged over neighbouring steps before they are searched for changes."""
 
 FEWEST = 12
-"""Shorter series are not searched for changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangePoint:
-    """A step at which the level or the slope of a series changed."""
-
     step: int
     """First step after the change; for the drop in an outcome, the onset that `attribute` reports."""
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`. If steps are missing between two values, it
-    starts right after the earlier value."""
+    """Last step of the 95% confidence interval, which starts at `low`."""
     before: float
     """Fitted value just before the change, in the unit of the series."""
     after: float
@@ -46,17 +42,17 @@ class ChangePoint:
     size_in_sd: float
     """after - before on the scale of the series, in standard deviations of its scatter."""
     p: float
-    """Upper bound on the probability that scatter alone causes so large a change anywhere in the series."""
+    """Upper bound on the probability that scatter alone causes a change this large anywhere in the series."""
     kind: str = SHIFT
-    """`shift` if the level jumps, `ramp` if the slope changes, as when a slow decline begins or a rise ends."""
+    """`shift` if the level jumps; `ramp` if the slope changes, e.g. when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the changes of a series, in order, on the scale of the series.
+    """Find the changes of a series, in order, on its own scale.
 
-    An exact least-cost segmentation cuts the series into straight segments, so a steady trend is not a change. Costs
-    are in units of the long-run variance, which accounts for autocorrelation; single outliers are ignored. Each cut is
-    then located more precisely, as a jump or as a change of slope. Empty with fewer than 12 values.
+    An exact least-cost segmentation divides the series into straight segments, so a steady trend is not a change. Costs
+    are in units of the long-run variance, which accounts for autocorrelation, and single outliers are ignored. Each
+    change is then located more precisely, as a jump or as a change of slope.
     """
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
@@ -96,14 +92,12 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may lie anywhere between two values
+        low=int(last[located.low - 1]) + 1,  # the change may be anywhere between the two values
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
-        size_in_sd=(located.after - located.before) / scatter,
-        p=tail(located.gain, n),
-        kind=located.kind,
-    )
+        size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, n), kind=located.kind,
+    )  # fmt: skip
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
@@ -120,7 +114,6 @@ def _unscaled(value: float, scale: str) -> float:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Average bins of neighbouring steps; return the first step, last step and mean of each."""
     width = -(-len(steps) // MOST)
     starts = np.arange(0, len(steps), width)
     counts = np.diff([*starts, len(steps)])
@@ -128,26 +121,21 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Size of a first change, in standard deviations of the scatter, below which it does not count."""
+"""Smaller changes, in standard deviations of the scatter, are not reported as first changes."""
 
 PLANNED = ("learning_rate",)
-"""Set by the user rather than observed, so left out of the order of first changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstChange:
     name: str
     kind: str
-    """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Series whose intervals overlap this one's, so it is unclear which changed first."""
     may_be_first: bool
-    """False if another series certainly changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Return the first change of each series that is at least LEAST_SD, earliest first."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -176,27 +164,20 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Outcomes with fewer values are not searched for a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes of a run, and the drop in the one that counts."""
-
     all: tuple[Outcome, ...]
-    """Evaluations first, then the reward."""
     fall: Fall | None
-    """The drop in the judged outcome; its onset may come from the reward."""
 
     @property
     def judged(self) -> Outcome | None:
-        """The first evaluation or, without one, the reward."""
         return self.all[0] if self.all else None
 
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series. A drop in an outcome is dated to its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -209,7 +190,6 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Move the decrease nearest to the drop to the onset of the drop, so that the two agree."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -236,10 +216,10 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps that may answer a question about the selected steps, and any drop that begins later.
+    """Return the steps that may be used to answer a question about the selected steps, and any drop that begins later.
 
-    They are the whole run if its drop begins by the last selected step, even if the run recovers later; else the run up
-    to that step. The selected steps alone would not show the earlier level.
+    The whole run may be used if its drop begins by the last selected step, else the run up to that step. The selected
+    steps alone would not show the level before the drop.
     """
     if not database.kept_steps:
         return database, None
@@ -271,7 +251,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # Evaluation and reward may differ in scale: rewards down to -1 say nothing about the fraction of correct answers.
+    # An evaluation may have another scale than the reward, such as the fraction of correct answers.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -280,40 +260,26 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Prefer the drop in the evaluation, with the reward's onset if that is narrower.
-
-    If only the reward drops, the sampled responses got worse but the policy did not.
-    """
-    if fall is not None:
-        return refined(fall, of_reward)
-    return of_reward
+    """Prefer the drop in the evaluation, with the reward's onset if its interval is narrower."""
+    return of_reward if fall is None else refined(fall, of_reward)
 
 
-_BASE = 15
-"""Earlier steps that a step is compared with."""
-_FEWEST = 4
+_BASE, _FEWEST = 15, 4
+"""Largest and smallest number of earlier steps that a step is compared with."""
 _NEXT = 3
-"""Steps checked after a change; at least two of them must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
-"""Series compared on a log scale, with the minimum scatter assumed for each (natural log)."""
+"""Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
-"""Series that change only if the policy changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A quantity by step, on the scale on which it is compared."""
-
     steps: np.ndarray
     values: np.ndarray
     least: float
-    """Minimum scatter assumed, on this scale."""
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far a value and the next three are from the earlier level, in standard deviations.
-
-        Empty with too few earlier steps.
-        """
+        """Return how far a value and the next three are from the earlier level, in SD; empty with too few earlier steps."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -321,7 +287,6 @@ class Quantity:
         return np.asarray((self.values[place : place + 1 + _NEXT] - np.median(base)) / scatter)
 
     def moves(self, place: int) -> float:
-        """Return the size of a change in standard deviations; 0 if it does not last."""
         off = self.off(place)
         if not len(off) or abs(off[0]) < t.MOVES_SD:
             return 0.0
@@ -329,42 +294,32 @@ class Quantity:
         return float(off[0]) if beside.sum() >= min(_NEXT - 1, len(beside)) else 0.0
 
 
+_NOT_RECORDED = Quantity(np.empty(0, np.int64), np.empty(0), 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Quantities around the drop, and the steps at which they leave their earlier level."""
-
     columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`; `sampled` and `trained`: mean logprob of the responses
     under engine and trainer; `relation`: correlation of likelihood and reward within groups."""
     first: int
     last: int
-    """`first` to `last`: steps at which a change could have caused the drop."""
 
     def size(self, name: str, step: int) -> float:
-        """Return how much a quantity changes at a step, in standard deviations; 0 without a lasting change."""
-        column = self.columns.get(name)
-        place = -1 if column is None else int(np.searchsorted(column.steps, step))
-        if column is None or place >= len(column.steps) or column.steps[place] != step:
-            return 0.0
-        return column.moves(place)
+        column = self.columns.get(name, _NOT_RECORDED)
+        place = np.flatnonzero(column.steps == step)
+        return column.moves(int(place[0])) if len(place) else 0.0
 
     def step(self, name: str) -> int | None:
-        """Return the first step near the drop at which a quantity changes, or None."""
-        column = self.columns.get(name)
-        if column is None:
-            return None
+        column = self.columns.get(name, _NOT_RECORDED)
         near = column.steps[(column.steps >= self.first) & (column.steps <= self.last)]
         return next((int(step) for step in near if self.size(name, int(step))), None)
 
     def moves_at(self, step: int, *names: str) -> bool:
-        """True if any of these quantities changes at a step or a few steps before it."""
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step, up to the drop, at which a correlation is lost for good, or None."""
-        column = self.columns.get(name)
-        if column is None:
-            return None
+        column = self.columns.get(name, _NOT_RECORDED)
         end = int(np.searchsorted(column.steps, self.last, side="right"))
         for place in range(_FEWEST, end):
             off = column.off(place)
@@ -382,7 +337,6 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 
 
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
-    """Collect the quantities around a drop, and the steps at which a change could have caused it."""
     found = {
         "sampled": (*rollouts.by_step(rollouts.sampled), 0.005),
         "trained": (*rollouts.by_step(rollouts.likelihood), 0.005),

@@ -1,4 +1,4 @@
-"""Read the inputs of a run by step: prompts, limits, advantages, reference and settings, which no policy can change."""
+"""Read what the policy does not determine, by step: prompts, limits, advantages, the reference, and settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
-"""At most this many prompts are read, spread over the run."""
 _MOST_SWITCHES = 5
 """A logged number that changes more often is a measurement, not a setting."""
 _HELD = 4
-"""A logged number is constant after this many identical values in a row."""
+"""A setting has at least this many identical values between two changes."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -42,9 +41,8 @@ FROM (
 )
 GROUP BY ALL ORDER BY step, token
 """
-"""Tokens with their positions, counted from the start and from the end of the prompt."""
+"""Counts of tokens by position, from the start (0 and up) and from the end (-1 and down) of the prompt."""
 _MOST_PLACES = 12
-"""Tokens compared at either end of a prompt."""
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
@@ -75,7 +73,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounded so that constant values are identical whatever the order of summation."""
+"""Rounding makes constant values identical, whatever the order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -100,10 +98,10 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the inputs of the open run by step, and every metric that belongs to no other series.
+    """Read the inputs of the open run by step, and all metrics that are in no other series.
 
-    Series of kind `setting` are constant for many steps: hyperparameters recorded again during the run, and logged
-    numbers that rarely change. A step without a new value keeps the last one.
+    A series of kind `setting` is a hyperparameter that was recorded several times, or a logged number that rarely
+    changes. Hyperparameters keep their value until a new one is recorded.
     """
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
@@ -124,7 +122,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # prompts drawn at random from a finite set repeat more and more often
+    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more often
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -132,9 +130,9 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _places(database: Database) -> dict[str, Column]:
-    """Compare the tokens near the ends of each step's prompts with those of the first part of the run.
+    """Compare the tokens near both ends of the prompts with those in the first tenth or quarter of the run.
 
-    Steps of that part, a tenth or a quarter of the run, are NaN. Empty if the table of counts would be too large.
+    The steps of that part are NaN. Return nothing if the table of counts would be too large.
     """
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
@@ -149,7 +147,7 @@ def _places(database: Database) -> dict[str, Column]:
     tenth, quarter = (max(len(steps) // part, 3) for part in (10, 4))
     usual, is_new = counts[:tenth].sum(axis=0), counts[:quarter].sum(axis=0) == 0
     apart = 0.5 * np.abs(counts / total[:, None] - usual / usual.sum()).sum(axis=1)
-    new = counts[:, is_new].sum(axis=1) / total  # divided once, so that identical steps have identical values
+    new = counts[:, is_new].sum(axis=1) / total  # a single division, so that identical steps have identical values
     return {
         "prompt_form_shift": (steps, np.where(place < tenth, np.nan, apart)),
         "share_new_places": (steps, np.where(place < quarter, np.nan, new)),
@@ -191,17 +189,13 @@ def _of_metrics(database: Database) -> Iterator[Series]:
 
 
 def is_held(values: np.ndarray) -> bool:
-    """True if a number changes as rarely as a setting."""
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])
     return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each stretch of identical values.
-
-    If the number changes often, a stretch needs at least four values and a tenth of all values.
-    """
+    """Return the first and last index of each stretch of identical values, or of long stretches if it changes often."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -209,25 +203,11 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """True if a setting is constant at first and changes later, as a ramp or a runaway controller does."""
+    """True if a setting is constant at first and then changes steadily, like a ramp or a runaway controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
 def is_learning_rate(name: str) -> bool:
-    """Tell learning rates from other settings: schedules change them at every step."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
-
-
-def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
-    """Return the text settings that changed, by name: the first step and the text of each value."""
-    rows = database.connection.execute(
-        f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
-    ).fetchall()
-    found: dict[str, list[tuple[int, str]]] = {}
-    for name, step, text in rows:
-        known = found.setdefault(name.removeprefix(HYPERPARAMETER), [])
-        if not known or known[-1][1] != text:
-            known.append((step, text))
-    return {name: values for name, values in found.items() if len(values) > 1}

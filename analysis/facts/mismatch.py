@@ -40,11 +40,10 @@ GROUP BY step ORDER BY step
 class StepMismatch:
     columns: list[Series]
     estimate: Series | None
-    """-mean logprob of pass a, which estimates the entropy in nats; None if read from stored sums."""
+    """-mean logprob of pass a, an estimate of the entropy in nats; None if the mismatch was read from stored sums."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
-    """Read the mismatch by step; there are no columns if the passes share no token."""
     has = sequence_columns(database, run)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
@@ -72,18 +71,14 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    """Sums for each of N sequences, and |d| of every token."""
-
     step_N: np.ndarray
     sums: dict[str, Array]
-    """Those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
-    size_T: Array
+    abs_d_T: Array
     num_read: int
-    """Tokens read, including those left out of the sums."""
+    """Number of tokens read, including those that the sums leave out."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
-    """Quantiles need every d of a step, so several whole steps are read at a time."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
     num_tokens = tokens_by_step(database, run)
@@ -117,17 +112,15 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
         else:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _StepBatch(array_of(rows.column("step")), sums, np.abs(size_T, out=size_T), num_read)
+    d_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
+    return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), num_read)
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    """Return the columns of _KEPT and the entropy estimate, for every step with a token."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
     sums = {name: values[full_N] for name, values in sums.items()}
-    sizes = _sizes(batches)
 
     def total(values_N: Array) -> Array:
         return np.bincount(place_N, values_N, minlength=len(steps)).astype(np.float64)
@@ -138,7 +131,10 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
+    step_T = np.repeat(place_N, sums["num_tokens"].astype(np.int64))
+    abs_d_T = np.concatenate([batch.abs_d_T for batch in batches])[np.argsort(step_T, kind="stable")]
+    of_steps = np.split(abs_d_T, np.cumsum(n).astype(np.int64)[:-1])[: len(steps)]
+    p99 = [np.quantile(part, 0.99, overwrite_input=True) for part in of_steps]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
@@ -154,45 +150,28 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
     return rows
 
 
-def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return |d| of each step's tokens, one array per batch."""
-    parts: dict[int, list[Array]] = {}
-    for batch in batches:
-        ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of the last sequence in each stretch of one step.
-        last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
-        for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
-            parts.setdefault(step, []).append(sizes)
-    return parts
-
-
 def _used_once(database: Database, pair: Pair) -> bool:
     query = f"SELECT coalesce(max(greatest(iteration_a, iteration_b)), 0) FROM pair_sums({quoted_pair(pair)})"
     return bool(database.connection.execute(query).fetchall() == [(0,)])
 
 
 _WIDTH = 3
-"""Steps in a median, so that a single outlier has no effect."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """Mean |d| at several stages of a run, in nats."""
-
     size: float
-    """At the onset: the median over the tenth of the run before it or, if larger, the largest median of three steps
-    around it."""
+    """At the onset: the median over the preceding tenth of the run or, if larger, the largest median of three steps around
+    the onset."""
     first: float
     """At the first step, which precedes any update if the run was recorded from its start."""
     settled: float
-    """Median of the steps between a tenth and half of the run."""
     late: float
-    """Median of the steps in the last quarter of the run."""
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (weights are identical at first and then diverge), or `later`."""
+        """`from the start`, `with the first updates` (weights are identical until then), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -204,7 +183,6 @@ class RunMismatch:
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """Summarise the mismatch; None unless both passes were recorded."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
@@ -223,10 +201,7 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """Return the largest median of three steps from `first` to `last`, but at most the largest value there.
-
-    It ignores single outliers and a jump after `last`, but not a jump at `last`.
-    """
+    """Return the largest running median; a jump at `last` has an effect, but single outliers and later jumps do not."""
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
     if not len(within) or len(around) < _WIDTH:
@@ -236,7 +211,7 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Mask the tenth of the run before a drop (at least three steps); without a drop, the whole run."""
+    """Return a mask of the tenth of the run before a drop (at least three steps), or of the whole run without a drop."""
     if fall is None:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)
@@ -247,31 +222,24 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""A prefix must repeat within this many steps to show whether the engine kept its weights."""
+"""Repeated prefixes are compared if they are at most this many steps apart."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Two means of the same float32 logprobs differ by at most this, in nats."""
+"""Largest difference between two means of the same float32 logprobs, in nats."""
 _SAME_LOGPROB = 1e-5
-"""Logprobs of an exact engine and its trainer differ by at most this under the same weights, in nats."""
+"""Largest difference between the logprobs of an exact engine and its trainer under the same weights, in nats."""
 _NEAR = 1e-4
-"""Tolerance at a single step, where chance matches are rare, in nats."""
+"""Tolerance for matches at a single step, in nats; matches by chance are rare there."""
 _ASIDE = 3.0
-"""To count matches by chance, logprobs are shifted by this many tolerances."""
 _MOST_HELD = 5_000_000
-"""With more comparisons than this, only every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
-"""Prefixes needed to compare with the trainer at one step, or at one distance in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """Prefixes that repeat a few steps apart."""
-
     num_pairs: int
     still: float
-    """Share with bitwise identical engine logprobs at both steps."""
     of_trainer: float
-    """Share with bitwise identical trainer logprobs at both steps."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -279,12 +247,11 @@ class StillEngine:
 
     @property
     def explains(self) -> bool:
-        """True if the engine kept its weights while the trainer's changed."""
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on; None if too few repeat."""
+    """Compare the logprobs of repeated prefixes from step `first` on; None if too few prefixes repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -297,21 +264,18 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Prefixes that engine and trainer score differently, looked up among the trainer's earlier logprobs."""
+    """Engine logprobs that differ from the trainer's, looked up among the trainer's earlier logprobs of the same prefix."""
 
     num_pairs: int
-    """Prefixes that were also sampled at an earlier step."""
     num_equal: int
-    """Prefixes whose engine logprob equals the trainer's at some earlier step."""
+    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Matches expected by chance: those found after shifting the logprobs slightly."""
+    """Number of matches expected by chance, i.e. found after shifting the logprobs slightly."""
     version: int
-    """Trainer step that matches best, or how many steps back it is (see `is_distance`); 0 if none has 20 prefixes."""
+    """Trainer step that matches best or, if `is_distance`, how many steps back it is. 0 if none has enough prefixes."""
     is_distance: bool
     agreement: float
-    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
     num_agreeing: int
-    """Prefixes sampled at `version`."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -322,12 +286,10 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """True if the engine had the trainer's weights of one earlier step, or of a fixed number of steps back."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """True if the engine had the trainer's weights of one or several earlier steps."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
@@ -335,8 +297,8 @@ class EarlierWeights:
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
     """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's earlier ones.
 
-    Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
-    no such prefix was sampled before.
+    Only prefixes that trainer and engine score differently are used, because only one of several replicas may lag. None
+    if none of them was sampled before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
@@ -347,7 +309,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     if not len(rows):
         return None
     rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
-    # All pairs of a row with an earlier row that has the same prefix.
+    # Pair every row with all earlier rows that have the same prefix.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
@@ -368,7 +330,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each prefix of a step once, sorted, as [M] arrays: prefix, step, mean engine and trainer logprob."""
+    """Return one row per prefix and step, sorted: [M] prefix, step, mean engine logprob and mean trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Read the series of a run from its sequences and logged metrics, or compute them."""
+"""Read the series of a run from its passes, sequences, logged metrics and weights."""
 
 from __future__ import annotations
 
@@ -77,11 +77,10 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""(score column, pass) of the optional columns that the run recorded; they decide where a series comes from."""
+"""(column of scores, pass) for the optional columns that a run recorded."""
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Return the passes that recorded token entropies and policy versions."""
     columns = ("entropy", "policy_version")
     return frozenset((column, name) for column in columns for name in passes_with(database, column, run))
 
@@ -94,10 +93,10 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read the token entropy of `train` or `current`, else estimate it; empty if `metrics` has a logged entropy.
+    """Read the token entropy of `train` or `current`, or estimate it unless `metrics` has a logged entropy.
 
-    The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
-    describes the whole run if the database has only some of its steps.
+    The estimate is -mean logprob of pass a; its expected value over samples of the policy is the entropy. Pass `given`
+    if the database has only some of the steps of the run.
     """
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
@@ -115,10 +114,10 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Read the updates between sampling and loss, and between passes b and a; `given` as in read_entropy."""
+    """Read the number of updates between sampling and loss, and between passes b and a; `given` as in read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
-    # If an engine's score has no policy version of its own, the sequence's version applies.
+    # The sequence's policy version is that of the engine's scores, unless they have their own.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
@@ -129,9 +128,9 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Series]:
-    """Among tokens with an advantage, read the share that the recorded loss clips, as defined in analysis.objective.
+    """Read the share of tokens with an advantage that the recorded loss clips, as defined in analysis.objective.
 
-    Empty if the loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
+    In a sequence-level loss, all tokens have the ratio of their sequence.
     """
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
@@ -166,18 +165,18 @@ MISMATCH: Pair = ("train", "rollout")
 
 
 def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
-    """Read the series of a run by step, named as in `series.KINDS`; series without data are missing from the result.
+    """Read the series of a run by step, named as in `series.KINDS`; series without data are left out.
 
     All series have the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch d =
-    logprob(a) - logprob(b), in nats, over the tokens in the loss mask with finite logprobs in both, at the first use of
-    each sequence. `run` is required if several traces are open.
+    logprob(a) - logprob(b), in nats, over tokens in the loss mask with finite logprobs in both passes, at the first use
+    of each sequence. `run` is required if several traces are open.
 
-    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative: the same over tokens with advantage above and below 0;
+    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative: the same over tokens with positive and negative advantage;
       ess = (sum w)^2 / (n sum w^2) with w = exp(d).
     - reward_std_within_groups: standard deviation (n - 1) within groups of two or more, averaged over groups;
       share_groups_without_spread: share of groups with equal rewards, which give no gradient.
     - policy_lag: number of updates from the sampling weights to the loss weights; version_lag: from pass b to pass a.
-    - clip_share: among tokens with an advantage, the share that the recorded loss clips.
+    - clip_share: share of the tokens with an advantage that the recorded loss clips.
     - reward: mean over sequences, or the logged value if sequences have no rewards.
     - changed_weights: share of elements whose bits differ from the last recorded version.
 
@@ -216,7 +215,6 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
 
 
 def on_steps(steps: np.ndarray, series: Series) -> Series:
-    """Extend a series to more steps, with NaN at the added ones."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, series.steps)] = series.values
     return replace(series, steps=steps, values=values)
@@ -241,7 +239,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Names in the logs of frameworks and of the recorder; the first one found in the trace is used."""
+"""Names in the logs of frameworks and the recorder. The first one found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -249,7 +247,6 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
-"""Last words of names in custom training loops; used if none of NAMES was logged."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -266,18 +263,19 @@ ORDER BY name
 
 
 def read_logged(database: Database, run: str) -> list[Series]:
-    """Read the logged series, averaged over processes."""
     chosen = _chosen(database, run)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
-    by_name: dict[str, list[tuple[int, float, int]]] = {}
-    for step, name, value, num_not_finite in rows:
-        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
-    return [_column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name]
+    found = []
+    for series, name in chosen.items():
+        if of_name := [row for row in rows if row[1] == name]:
+            steps, _, values, num_not_finite = (np.array(column) for column in zip(*of_name, strict=True))
+            not_finite, values = steps[num_not_finite > 0], values.astype(float)  # None becomes NaN
+            found.append(named(series, steps.astype(np.int64), values, f"logged as {name}", not_finite, name))
+    return found
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return the metric name of each series: of several with the same last word, the alphabetically first."""
     rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
     logged = [name for (name,) in rows if not is_evaluation(name)]
     found = {}
@@ -290,13 +288,7 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
     return found
 
 
-def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
-    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
-    not_finite = steps[num_not_finite > 0]
-    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
-
-
-# A fixed order of summation keeps results bitwise reproducible with several threads.
+# The order of summation is fixed so that results are bitwise reproducible with several threads.
 _SEQUENCES = """
 SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
@@ -318,7 +310,6 @@ GROUP BY step ORDER BY step
 """
 
 _MOST = 0.5
-"""Share of NaN or infinite rewards above which a step's reward is not finite."""
 
 
 def read_sampled(database: Database, run: str) -> list[Series]:
@@ -338,7 +329,7 @@ def read_sampled(database: Database, run: str) -> list[Series]:
 
 
 def read_changed(database: Database, run: str) -> list[Series]:
-    """Read the share of weight elements whose bits changed at each version; only metadata is read."""
+    """Read the share of weight elements whose bits changed in each version, from metadata alone."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import pyarrow as pa
 
+from ...schemas.layout import HYPERPARAMETER
 from ..trace.database import Database, cached
+from ..trace.macros import quoted
 from ..trace.source import Pair
+from . import conditions, series
 from .changes import ChangePoint, change_points, read_changes, read_outcomes
-from .conditions import (
-    ADVANTAGES,
-    LOGGED,
-    PROMPTS,
-    SAMPLING,
-    SETTING,
-    held_parts,
-    is_held,
-    read_conditions,
-    text_settings,
-)
+from .conditions import SETTING
 from .read_series import read_series
-from .series import (
-    ENTROPY,
-    LENGTH,
-    LINEAR,
-    MISMATCH,
-    OPTIMIZER,
-    POLICY,
-    REWARD,
-    WEIGHTS,
-    Fall,
-    Series,
-    by_step,
-    is_evaluation,
-)
+from .series import MISMATCH, REWARD, Fall, Series
 
 SET = "set"
 """`shape` of a deliberate change, whose step is known exactly."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
-SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
+SELECT "pass", step, min(contract) FROM scores WHERE NOT starts_with("pass", 'replay/')
+GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
+"""
+_TEXTS = f"""
+SELECT substr(name, {len(HYPERPARAMETER) + 1}), step, text FROM metrics
+WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY name, step
 """
 
-GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of changes in inputs, which no policy can cause."""
-FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
+GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
+"""Kinds of changes in the inputs, which no policy can cause."""
+FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
 """Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
-"""Size, in standard deviations, from which a change in an input is certain and has consequences."""
+"""Size of a change in an input, in standard deviations, from which it is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -62,13 +47,11 @@ BEFORE, WITH, AFTER = "before", "with", "after"
 class RecordedChange:
     series: str
     kind: str
-    """`mismatch`, `reward`, `optimizer` and the other kinds of series; `setting`, `prompts`, `sampling`, `advantages`,
-    `reference`, `mask`, `writers`, `contract`; `logged` for other metrics of the trainer."""
+    """Kind of the series, such as `mismatch` or `reward`, or `contract`; see `series.KINDS` and conditions.py."""
     step: int
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`; both equal `step` if the change was
-    deliberate."""
+    """Last step of the 95% confidence interval, which starts at `low`. Both equal `step` for a deliberate change."""
     before: float | str
     after: float | str
     size_in_sd: float | None
@@ -76,51 +59,49 @@ class RecordedChange:
     shape: str
     """`shift` if the level jumps, `ramp` if the slope changes, `set` if the change was deliberate."""
     order: str = ""
-    """`before` the drop (disjoint intervals), `with` it, or `after` it; empty without a drop."""
+    """`before`, `with` or `after` the drop; empty without a drop."""
     follows: str = ""
-    """The series whose earlier change caused this one; may be empty."""
 
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return all changes of the open run by step; every command reports the steps of `read_changes`."""
-    series = read_series(database, pair=pair)
+    """Return all changes of the open run by step, dated as in `read_changes`."""
+    by_name = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
     found = [
-        _of_series(series[name], change)
+        _of_series(by_name[name], change)
         for name, changes in read_changes(database, pair).items()
         for change in changes
-        if name in series
+        if name in by_name
     ]
     judged = {fall.outcome, fall.onset_of} if fall else set()
-    for one in read_conditions(database).values():
-        if one.name in judged or one.name in series or is_evaluation(one.name):
+    for one in conditions.read_conditions(database).values():
+        if one.name in judged or one.name in by_name or series.is_evaluation(one.name):
             continue
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
-    found += [*_texts(database), *_contracts(database), *_writers(database, pair)]
+    found += _texts(database)
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
+
+
+_TABLE = pa.schema([
+    ("run", pa.string()), ("series", pa.string()), ("kind", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
+    ("high", pa.int64()), ("before", pa.float64()), ("after", pa.float64()), ("before_text", pa.string()),
+    ("after_text", pa.string()), ("size_in_sd", pa.float64()), ("shape", pa.string()), ("order", pa.string()),
+    ("follows", pa.string()),
+])  # fmt: skip
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
     """Return the SQL view `changes`; numbers and texts have separate columns."""
-    rows = [
-        {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
-        for source in database.sources
-        for change in read_recorded(database.reopened(source), pair)
-    ]
-    texts = {"run", "series", "kind", "before_text", "after_text", "shape", "order", "follows"}
-    for row in rows:
-        for name in ("before", "after"):
-            value = row.pop(name)
-            row[name] = None if isinstance(value, str) else value
-            row[f"{name}_text"] = value if isinstance(value, str) else None
-        row["order"] = row["order"] or None
-        row["follows"] = row["follows"] or None
-    names = ("run", "series", "kind", "step", "low", "high", "before", "after", "before_text", "after_text", "size_in_sd",
-             "shape", "order", "follows")  # fmt: skip
-    types = [pa.string() if n in texts else pa.int64() if n in ("step", "low", "high") else pa.float64() for n in names]
-    schema = pa.schema(list(zip(names, types, strict=True)))
-    return pa.Table.from_pylist(rows, schema)
+    rows = []
+    for source in database.sources:
+        for change in read_recorded(database.reopened(source), pair):
+            row = asdict(change) | {"run": source.run, "order": change.order or None, "follows": change.follows or None}
+            for name in ("before", "after"):
+                if isinstance(row[name], str):
+                    row[f"{name}_text"] = row.pop(name)
+            rows.append(row)
+    return pa.Table.from_pylist(rows, _TABLE)
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
@@ -143,9 +124,9 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return the changes of a setting. A gradual one (ramp, controller) lasts from its first to its last step."""
+    """Return the changes of a setting. `low` to `high` of a gradual change (ramp, controller) is its whole duration."""
     values, steps = series.values, series.steps
-    parts = held_parts(values)
+    parts = conditions.held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
         parts.append((len(values) - 1, len(values) - 1))  # the setting is still changing at the end of the run
     made = []
@@ -163,29 +144,17 @@ def _made(name: str, kind: str, step: int, before: float | str, after: float | s
 
 
 def _texts(database: Database) -> Iterator[RecordedChange]:
-    for name, values in text_settings(database).items():
-        for (_, before), (step, after) in pairwise(values):
-            yield _made(name, SETTING, step, before, after)
-
-
-def _contracts(database: Database) -> Iterator[RecordedChange]:
-    rows = database.connection.execute(_CONTRACTS).fetchall()
-    known: dict[str, str] = {}
-    for name, step, contract in rows:
-        if name in known and known[name] != contract and not name.startswith("replay/"):
-            yield _made(name, CONTRACT, step, known[name][:8], contract[:8])
-        known[name] = contract
-
-
-def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    rows = by_step(database, _COUNTS, {"a": pair[0], "b": pair[1]})
-    count = Series("num_writers", rows["step"], rows["num_writers"], LINEAR, WRITERS)
-    if len(count.steps):
-        yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
+    for kind, query, num_shown in ((SETTING, _TEXTS, None), (CONTRACT, _CONTRACTS, 8)):
+        known: dict[str, str] = {}
+        for name, step, text in database.connection.execute(query).fetchall():
+            before = known.setdefault(name, text)
+            if text != before:
+                yield _made(name, kind, step, before[:num_shown], text[:num_shown])
+            known[name] = text
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Add to each change its order relative to the drop and the earlier change that caused it."""
+    """Set the order of each change relative to the drop, and the earlier change that caused it."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -199,28 +168,19 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
 
 
 def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
-    """Return whether a change came before a drop (disjoint intervals), with it, or after it."""
+    """Return `before` or `after` if the intervals of a change and a drop are disjoint, else `with`."""
     if change.high < fall.low:
         return BEFORE
     return AFTER if change.low > max(fall.high, fall.fallen) else WITH
 
 
-WRITERS = "writers"
-
-# Group by rank, because a restarted rank writes under a new name.
-_WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
-_COUNTS = f"""
-SELECT step, count(DISTINCT {_WHO}) AS num_writers FROM scores WHERE "pass" IN ($a, $b) GROUP BY step ORDER BY step
-"""
 _FACTOR = 1.5
-"""Ratio of the two values from which the sentence states a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
-        verb = "goes" if change.kind == WRITERS else "is set"
-        return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} at step {change.step}"
+        return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
     verb = "jumps" if change.shape == "shift" else "starts to change"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
@@ -237,7 +197,7 @@ def change_sentence(change: RecordedChange) -> str:
 
 
 def interval_text(low: int, high: int) -> str:
-    """Return the 95% confidence interval of a step in parentheses; empty if it is one step wide."""
+    """Return the 95% confidence interval of a step, in parentheses; empty if it is a single step."""
     return "" if low == high else f" (95% CI {low}-{high})"
 
 

@@ -1,4 +1,4 @@
-"""Correlate rewards, advantages, lengths and logprobs, and find where the values of identical responses change."""
+"""Correlations between rewards, advantages, lengths and logprobs, and changes in the values of identical responses."""
 
 from __future__ import annotations
 
@@ -22,25 +22,18 @@ from .rollouts import (
 )
 
 _FEWEST_OF_LENGTH = 5
-"""Responses needed per length, and rewards that must differ."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Responses needed per length, and lengths needed, within one step."""
 
 
 class Relation(NamedTuple):
-    """Correlation of two columns within groups; NaN if there is nothing to compare."""
-
     correlation: float
-    """Pooled, after subtracting group means."""
     by_group: float
-    """Mean of the groups' own correlations."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, pooled and per group; NaN unless both vary in at least 30 groups.
+    """Correlate two columns within groups; NaN unless both vary in at least 30 groups.
 
-    Subtracting a baseline from rewards, or dividing by the spread of the group, leaves their correlation with
-    advantages at 1.
+    If advantages are rewards minus a baseline, or divided by the spread of the group, they correlate perfectly.
     """
     x, y, known = _in_groups(rollouts, first, second)
     xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
@@ -52,7 +45,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Subtract group means from both columns where both are known; also return that [N] mask."""
+    """Return both columns minus their group means, for the rows in which both are known, and the [N] mask of these."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -60,7 +53,6 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps in which both columns vary within groups, and the correlation at each."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -74,10 +66,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Correlate reward differences with response lengths, over all pairs or, if stronger, within steps.
-
-    A bonus per token that grows from step to step is proportional to length only within a step.
-    """
+    """Correlate reward differences with lengths, overall or (for a bonus that grows from step to step) within steps."""
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
     x, y = centred(difference, of_step), centred(length.astype(float), of_step)
@@ -93,9 +82,8 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
     """Return the share of the variance of reward differences that length explains, and the sign of the relation.
 
-    The share is the largest of three: by length; by length minus its group mean (linearly); and, if they vary enough,
-    by length among responses with equal rewards. It is 0 if fewer than two lengths have five responses, or if no reward
-    differs.
+    The share is the largest of three: explained by length; explained (linearly) by length minus its group mean; and
+    explained by length among responses with equal rewards, if their differences vary enough. 0 with too few responses.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -115,7 +103,7 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
 
 def _explained(values: np.ndarray, length: np.ndarray) -> float:
-    """Return the share of the variance that length explains, adjusted for the number of lengths."""
+    """Return the share of the variance that length explains (R squared, adjusted for the number of lengths)."""
     _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     n, left = len(values), values - (np.bincount(place, values) / counts)[place]
     total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
@@ -123,11 +111,7 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0.
-
-    It is measured on the reward differences of identical responses. If almost all rewards differ and lengths change in
-    the rewarded direction, it is measured within groups.
-    """
+    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0."""
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
@@ -142,10 +126,6 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of the reward variance at each that length explains.
-
-    Only steps with different rewards and at least three lengths, each with three rewards, are included.
-    """
     found = {}
     for step in np.unique(rollouts.step):
         part = rollouts.at_step(step)
@@ -160,23 +140,19 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """Responses sampled before and after a step at which their reward or reference logprob changes."""
+    """A step at which the reward or reference logprob of identical responses changes."""
 
     step: int
-    """First step with changed values."""
     num_responses: int
     share: float
-    """Share of the responses sampled on both sides of the step whose value changed."""
+    """Share of these responses whose value changed."""
     share_before: float
-    """Share of the responses repeated before `first` whose value had changed by then; NaN without any."""
+    """Same as `share`, for responses repeated before the first step considered; NaN if there are none."""
     length_correlation: float
-    """Correlation of value differences with lengths; 0 if either is constant."""
     agreement: float = 0.0
-    """Correlation of the old values with the new ones; 0 if either is constant."""
 
     @property
     def is_rescaled(self) -> bool:
-        """True if responses keep their order by value, so that only the scale or level changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
@@ -187,10 +163,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Return the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
-
-    Differences of at most `least` do not count. None if no step has 10 responses sampled on both sides.
-    """
+    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes by over `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])
@@ -207,7 +180,7 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # A bonus per token may grow from step to step.
+            # A bonus per token may grow steadily.
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily

@@ -20,8 +20,9 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked, coalesce(train.mean, sampled.mean) AS likelihood,
-       sampled.mean AS sampled, referred.mean AS reference, s.opening, ending, train.opening AS opening_trained, sampled.opening AS opening_sampled
+SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
+       coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
+       s.opening, ending, scored.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
@@ -29,25 +30,22 @@ FROM (
                hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
-               coalesce(advantage, list_avg(advantages)) AS advantage, coalesce(advantage, advantages[1]) AS first_advantage,
+               coalesce(advantage, list_avg(advantages)) AS advantage,
+               coalesce(advantage, advantages[1]) AS first_advantage,
                {masked}::DOUBLE AS num_masked, num_response_tokens - num_masked AS length
         FROM sequences
     )
 ) AS s
-LEFT JOIN (
-    SELECT step, seq_id, {mean} AS mean, list_avg(logprobs[1:$opening]) AS opening
-    FROM scores{masks} WHERE "pass" = $scored AND iteration = 0
-) AS train USING (step, seq_id)
-LEFT JOIN (
-    SELECT step, seq_id, {mean} AS mean, list_avg(logprobs[1:$opening]) AS opening
-    FROM scores{masks} WHERE "pass" = $sampled AND iteration = 0
-) AS sampled USING (step, seq_id)
-LEFT JOIN (
-    SELECT step, seq_id, {mean} AS mean FROM scores{masks} WHERE "pass" = $reference AND iteration = 0
-) AS referred USING (step, seq_id)
+{passes}
 ORDER BY s.step, s.place
 """
-"""Lists become numbers before the joins and the sort, which saves memory."""
+_PASS = """
+LEFT JOIN (
+    SELECT step, seq_id, {mean} AS mean, list_avg(logprobs[1:$opening]) AS opening
+    FROM scores{masks} WHERE "pass" = ${name} AND iteration = 0
+) AS {name} USING (step, seq_id)
+"""
+"""Lists are reduced to numbers before the joins and the sort, which saves memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -57,22 +55,18 @@ _OF_COUNTED = {
 }
 """Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
-"""Largest shift, in rows, tried for misplaced rewards."""
 OPENING = 3
-"""Response tokens in an opening; with the prompt, they form the prefix on which responses are compared."""
+"""Number of response tokens in an opening. With the prompt, an opening is a prefix that several responses share."""
 _ALONE = 0.5
-"""If more than this share of sequences are alone in their group, each step counts as one group."""
-FEWEST_COMPARED = 30
-"""Sequences or groups needed for a comparison."""
-FEWEST_SPANNING = 10
-"""Responses needed on both sides of a step."""
+FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
+"""Number of pairs needed for a comparison, and of responses needed on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which the policy is certain of a prefix; such prefixes do not show a weight change."""
+"""-logprob of a prefix, in nats, below which it is so certain that a change of the weights does not show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Columns of [N] values, one per sequence; NaN where not recorded."""
+    """Columns with one value per sequence, [N]; NaN if not recorded."""
 
     step: np.ndarray
     prompt: np.ndarray
@@ -80,45 +74,34 @@ class Rollouts:
     whole: np.ndarray
     """Hashes of the token ids of the prompt, the response, and both."""
     group: np.ndarray
-    """Group index. A group is the sequences of a step with one group_id or, if that was not recorded, one prompt. If
-    most groups have one member, each step is a group."""
+    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If most
+    groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
-    """Advantage of the response, or the mean over its tokens if recorded per token."""
     first_advantage: np.ndarray
-    """Advantage of the first token if recorded per token, else of the response."""
     length: np.ndarray
-    """Number of response tokens in the loss mask."""
     num_masked: np.ndarray
-    """Number of response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
-    """Mean trainer logprob over response tokens in the loss mask, nats; the engine's where the trainer has none."""
+    """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer logprob."""
     sampled: np.ndarray
-    """Mean engine logprob over the same tokens, nats."""
     reference: np.ndarray
-    """Mean logprob under the reference model over the same tokens, nats."""
     ending: np.ndarray
-    """Id of the last response token; -1 for empty responses."""
     opening: np.ndarray
-    """Hash of the prompt ids and the first OPENING response ids; it repeats more often than a whole response."""
+    """Hash of the prompt ids and the first OPENING response ids. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
-    """Mean trainer logprob of the opening, nats."""
     opening_sampled: np.ndarray
-    """Mean engine logprob of the opening, nats."""
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Number of response tokens, masked or not, as a length limit counts them."""
+        """Number of response tokens, whether in the loss mask or not; length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
 
     @property
     def counted(self) -> np.ndarray:
-        """uint64 hash of prompt, response and number of masked tokens."""
         return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
 
     @property
     def reward_size(self) -> np.ndarray:
-        """Distance of the reward from the mean of its group."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
@@ -127,26 +110,21 @@ class Rollouts:
 
     @property
     def is_alone(self) -> bool:
-        """True if each step counts as one group."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     def by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the n steps with a known value, and the mean at each."""
         known = np.isfinite(values)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
     def prompts_of(self, step: int) -> np.ndarray:
-        """Return the sorted prompt hashes of a step."""
         first, last = np.searchsorted(self.step, [step, step + 1])
         return np.sort(self.prompt[first:last])
 
     def since(self, step: int) -> Rollouts:
-        """Return the sequences from a step on, including it."""
         return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
-        """Return the sequences up to a step, including it."""
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
@@ -154,7 +132,6 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """Return the sequences at some indices, in that order, or selected by an [N] mask."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
@@ -163,18 +140,18 @@ class Rollouts:
 
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
-    """Read the sequences of the open run; trainer and engine logprobs come from the passes of `pair`."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
-        rows = _ROWS.format(**(_OF_COUNTED if sequence_columns(database).mask else _OF_ALL))
+        columns = _OF_COUNTED if sequence_columns(database).mask else _OF_ALL
+        passes = "".join(_PASS.format(name=name, **columns) for name in ("scored", "sampled", "reference"))
+        rows = _ROWS.format(passes=passes, masked=columns["masked"])
         table = database.connection.sql(rows, params=parameters).to_arrow_table()
-    columns = {name: array_of(table[name]) for name in table.column_names}
-    columns["group"] = _groups(columns["group"], columns["step"])
-    return Rollouts(**columns)
+    arrays = {name: array_of(table[name]) for name in table.column_names}
+    arrays["group"] = _groups(arrays["group"], arrays["step"])
+    return Rollouts(**arrays)
 
 
 def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Return group indices, or step indices if most sequences are alone in their group."""
     _, number, count = np.unique(group, return_inverse=True, return_counts=True)
     alone = (count[number] == 1).mean() if len(number) else 0.0
     groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
@@ -182,44 +159,35 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return hashes that are equal for responses whose values in a column can be compared.
-
-    Mean logprobs can be compared only under identical loss masks.
-    """
+    """Return hashes that are equal for responses whose values can be compared: mean logprobs need equal loss masks."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
-    """Return the smallest reward difference that counts."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of consecutive sequences with equal keys: [M] of the earlier one, [M] of the later one."""
+    """Return the [M] indices of sequences whose key occurs again later, and the indices of the next occurrence."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences of identical responses (NaN if unknown), and whether each exceeds rounding.
-
-    `scale_of`: rewards whose largest absolute value determines the size of rounding errors.
-    """
+    """Return [N] reward differences (NaN if unknown), and whether each exceeds the rounding errors of `scale_of`."""
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the [M] indices in each run at which a response of both runs first occurs."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Subtract the mean of the known values in each group."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))
@@ -228,7 +196,7 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
+    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -243,31 +211,26 @@ ORDERS = {
     "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
     "last_step": "the rewards of the next step, as if they were recorded one step late",
 }
-"""How to undo each row order that a bug may produce; completes "with ..."."""
+"""Orders of rows that bugs may produce, described by how they are undone; each completes "with ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards of responses sampled twice; a deterministic reward is the same both times."""
+    """Rewards of responses that were sampled twice. A deterministic reward is the same both times."""
 
     num_pairs: int
     unequal: float
-    """Share of pairs with different rewards; NaN without pairs."""
     mean_difference: float
-    """Mean absolute difference over those pairs."""
     order: str
-    """Row order that leaves the fewest pairs with different rewards, in words; empty if it is the recorded one."""
+    """Order of rows with the fewest such pairs, in words; empty if it is the recorded order."""
     unequal_ordered: float
-    """Share of pairs with different rewards in that order."""
 
     @property
     def lies_off(self) -> bool:
-        """True if that order leaves far fewer pairs with different rewards."""
         return self.order != "" and self.unequal_ordered < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
-    """Compare the rewards of repeated responses, as recorded and in other row orders of the step."""
     pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shares = {"": unequal}
@@ -284,7 +247,7 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return the row whose reward each row takes in the named order; its own if groups differ in size."""
+    """Return, for each row, the row whose reward it gets in the named order (its own if groups differ in size)."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -306,7 +269,6 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Return the number of pairs with known rewards, the share that differs, and the mean difference of those."""
     one, two = pairs
     difference = np.abs(reward[two] - reward[one])
     difference = difference[np.isfinite(difference)]
@@ -317,7 +279,6 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Move rewards by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -326,15 +287,11 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3
-"""Most and fewest steps compared on each side of a step; over so few, the policy hardly changes."""
+"""Largest and smallest number of steps compared on each side; the policy hardly changes over so few steps."""
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean rewards before and after a step if the rewards have the same distribution on both sides.
-
-    Single rewards that changed even so belong to other rows. None if the distributions differ, or with fewer than three
-    steps on a side.
-    """
+    """Return the mean rewards before and after a step if their distribution is the same on both sides, else None."""
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:
@@ -353,5 +310,4 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
 
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
-    """Return the share of repeated responses whose values differ by more than `least`; NaN with fewer than 30 pairs."""
     return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]

@@ -1,4 +1,4 @@
-"""The series of a run: one value of a quantity per step.
+"""The series of a run, one value per step, and drops in an outcome.
 
 Shapes: n steps, the same for every series of a run.
 """
@@ -26,59 +26,31 @@ MISMATCH, OPTIMIZER, REWARD, LENGTH, ENTROPY, POLICY, WEIGHTS = (
 )  # fmt: skip
 
 KINDS: dict[str, tuple[str, str]] = {
-    "k3": (MISMATCH, LOG),
-    "mean_abs_d": (MISMATCH, LOG),
-    "p99_abs_d": (MISMATCH, LOG),
-    "max_abs_d": (MISMATCH, LOG),
-    "mean_d": (MISMATCH, LINEAR),
-    "k3_positive": (MISMATCH, LOG),
-    "k3_negative": (MISMATCH, LOG),
-    "ess": (MISMATCH, LOGIT),
-    "reward": (REWARD, LINEAR),
-    "reward_std_within_groups": (REWARD, LINEAR),
-    "share_groups_without_spread": (REWARD, LOGIT),
-    "length": (LENGTH, LOG),
-    "share_length_limited": (LENGTH, LOGIT),
-    "entropy": (ENTROPY, LOG),
-    "grad_norm": (OPTIMIZER, LOG),
-    "loss": (OPTIMIZER, LINEAR),
-    "learning_rate": (OPTIMIZER, LINEAR),
-    "update_to_weight": (OPTIMIZER, LOG),
-    "adam_second_moment": (OPTIMIZER, LOG),
-    "policy_lag": (POLICY, LINEAR),
-    "version_lag": (POLICY, LINEAR),
-    "clip_share": (POLICY, LOGIT),
+    "k3": (MISMATCH, LOG), "mean_abs_d": (MISMATCH, LOG), "p99_abs_d": (MISMATCH, LOG), "max_abs_d": (MISMATCH, LOG),
+    "mean_d": (MISMATCH, LINEAR), "k3_positive": (MISMATCH, LOG), "k3_negative": (MISMATCH, LOG), "ess": (MISMATCH, LOGIT),
+    "reward": (REWARD, LINEAR), "reward_std_within_groups": (REWARD, LINEAR), "share_groups_without_spread": (REWARD, LOGIT),
+    "length": (LENGTH, LOG), "share_length_limited": (LENGTH, LOGIT), "entropy": (ENTROPY, LOG),
+    "grad_norm": (OPTIMIZER, LOG), "loss": (OPTIMIZER, LINEAR), "learning_rate": (OPTIMIZER, LINEAR),
+    "update_to_weight": (OPTIMIZER, LOG), "adam_second_moment": (OPTIMIZER, LOG),
+    "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
-}
+}  # fmt: skip
 """Kind of each series, and the scale on which its changes are found."""
-
-
-def _no_steps() -> Array:
-    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A quantity over the steps of a run."""
-
     name: str
     steps: Array
-    """[n] int64, ascending."""
     values: Array
-    """[n] float64, in the unit of the quantity; NaN at steps without a finite value."""
     scale: str
-    """`linear`, `log` or `logit`: the scale on which changes are found."""
     kind: str
     source: str = ""
-    """Where the values come from, in words."""
-    not_finite: Array = field(default_factory=_no_steps)
-    """Steps with a NaN or infinite value."""
+    not_finite: Array = field(default_factory=lambda: np.empty(0, np.int64))
     logged: str = ""
-    """Name under which the trainer logged it; empty if it was computed."""
 
     @property
     def known(self) -> Array:
-        """[n] True at steps with a value."""
         return np.asarray(np.isfinite(self.values))
 
     @property
@@ -90,10 +62,10 @@ class Series:
 
     @property
     def scaled(self) -> Array:
-        """[n] values on the series' scale; NaN stays NaN.
+        """[n] values on the scale of the series.
 
-        On a log scale, values are raised to at least half of the smallest positive value, or a billionth of the median
-        positive value if that is more. On a logit scale, the same applies to distances from 0 and from 1.
+        On a log scale, zeros become half of the smallest positive value, and no value is less than a billionth of the
+        median positive value. On a logit scale, the same applies to the distances from 0 and from 1.
         """
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
@@ -103,7 +75,6 @@ class Series:
 
 
 def _off_zero(values: Array) -> Array:
-    """Raise values to a positive floor; all become 1 if none is positive."""
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)
@@ -113,15 +84,14 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """Build a series. Infinities become NaN, at steps listed in `not_finite`."""
-    kind, scale = KINDS.get(name, (REWARD, LINEAR))  # an evaluation has a name of its own
+    kind, scale = KINDS.get(name, (REWARD, LINEAR))  # evaluations have names of their own
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
     return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """Return the columns of a query as float64, with NaN for NULL; `step` as int64."""
+    """Return the columns of a query as float64 with NaN for NULL, and `step` as int64."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
@@ -132,44 +102,43 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, Array], sources: Mapping[str, str], not_finite: Mapping[str, Array] | None = None
 ) -> list[Series]:
-    """Return the columns that have values as series, each with its source.
+    """Return the columns listed in `sources` as series, if they have values.
 
     `not_finite`: steps with a NaN or infinite value, by column.
     """
     columns = []
     for name, source in sources.items():
         if name in rows:
-            lacking = (not_finite or {}).get(name, _no_steps())
+            lacking = (not_finite or {}).get(name, np.empty(0, np.int64))
             has = ~np.isnan(rows[name]) | np.isin(rows["step"], lacking)
             columns.append(named(name, rows["step"][has], rows[name][has], source, lacking))
     return [column for column in columns if len(column.steps)]
 
 
 FALL_SHARE = 0.09
-"""Fraction of the earlier level that a drop must lose; healthy runs lose and regain a twentieth."""
+"""A drop must lose at least this fraction of the earlier level; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts if, from the first window below the midpoint on, at least this fraction of windows are below it."""
+"""A drop lasts if, from the first window below the midpoint on, at least this fraction of windows is below it."""
 FALL_HOLDS = 0.9
-"""A drop judged by the noise before it lasts if at least this fraction of windows stay low."""
+"""The same fraction for a drop that is judged by the noise before it."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window.
-This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with autocorrelation
-up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values); with
-autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
+"""Minimum size of a drop that is judged by the noise before it, in standard errors beyond the bias of choosing the best
+window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with
+autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200
+values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Once this fraction of the drop has happened, a change comes too late to be the cause."""
+"""A change after this fraction of the drop is too late to be its cause."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of the baseline's rise. None of the 392 healthy pairs it was
-chosen on is flat; at 0.55, one is."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which the
+value was chosen is flat; with 0.55, one would be."""
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor on the scatter if too few values show the autocorrelation; 2 allows for one of 0.6."""
+"""Factor on the scatter if there are too few values to estimate the autocorrelation; 2 allows for 0.6."""
 _LEVEL = 0.99
-"""Level at which Student's t replaces the normal quantile if few values determine the scatter."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -182,47 +151,36 @@ _NO_OUTCOME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A measure of how well a run does, by step."""
-
     name: str
-    """Name of the metric, or `reward` for the recorded sequences."""
     steps: np.ndarray
     values: np.ndarray
-    """[n] float64, finite; higher is better."""
+    """[n] float64, finite. Higher is better."""
     is_evaluation: bool
-    """True if measured on held-out data, so that a wrong reward cannot change it."""
     floor: float = 0.0
-    """Value if no answer is correct: 0, or less if rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """A sustained drop in an outcome: onset, size, and level before and after."""
-
     outcome: str
     onset_of: str
-    """The series that located the onset: `outcome`, or the reward if that is more precise."""
     kind: str
     """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not
-    drop, but does not follow the rise of its baseline either."""
+    drop but fails to rise with its baseline."""
     step: int
-    """Onset: the last step before the values leave their earlier level for good."""
+    """Onset: the last step before the values leave their earlier level permanently."""
     low: int
     high: int
-    """Onsets from `low` to `high` fit about as well as the best one if the levels before and after are fixed. This
-    range is narrower than a confidence interval."""
+    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range is
+    narrower than a confidence interval."""
     interval: tuple[int, int]
-    """95% confidence interval of the onset, with fitted levels and autocorrelation; see docs/evidence/intervals.md."""
+    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see docs/evidence/intervals.md."""
     fallen: int
-    """First step at which the share FALLEN of the drop has happened; later changes cannot be the cause."""
+    """First step by which the fraction FALLEN of the drop has happened. Later changes cannot be the cause."""
     before: float
     """Level before the drop; for `flat`, the level that the baseline reaches."""
     after: float
-    """Mean over the last tenth of the run."""
     size_in_sd: float
-    """before - after, in standard errors of the difference."""
     floor: float = 0.0
-    """Outcome if no answer is correct."""
 
     @property
     def verb(self) -> str:
@@ -230,7 +188,7 @@ class Fall:
 
     @property
     def course(self) -> str:
-        """What the outcome does, up to the words "step N"."""
+        """The beginning of a sentence that continues with "step N"."""
         if self.kind == FLAT:
             return (
                 f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, apart since"
@@ -239,7 +197,6 @@ class Fall:
 
     @property
     def latest(self) -> int:
-        """Last step at which the cause could have acted."""
         return max(self.interval[1], self.fallen)
 
     @property
@@ -249,7 +206,7 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """True if a metric's name marks an outcome on held-out data, such as `eval/reward` or just `eval`."""
+    """True if a metric is an outcome on held-out data, to judge by its name, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
@@ -263,8 +220,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) beyond the bias of
     choosing the best window.
 
-    `beside` is the same outcome of a baseline with the same seeds. A run that ends that far below its baseline, beyond
-    the noise of their difference, has dropped as well.
+    `beside` is the same outcome of a baseline with the same seeds. A run that ends below its baseline by FALL_SHARE,
+    beyond the noise of their difference, has dropped as well.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -274,7 +231,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
     noise = level_deviation(values)
-    # Over pure noise, the largest of m means is about sqrt(2 ln m) standard errors above their average.
+    # For pure noise, the largest of m means is about sqrt(2 ln m) standard errors above their average.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
@@ -294,33 +251,25 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
-        outcome=outcome.name,
-        onset_of=outcome.name,
-        kind=COLLAPSE if is_quick else SLOW_DECLINE,
-        step=int(steps[step]),
-        low=int(steps[low]),
-        high=int(steps[min(high + 1, len(steps) - 1)]),
+        outcome=outcome.name, onset_of=outcome.name, kind=COLLAPSE if is_quick else SLOW_DECLINE, step=int(steps[step]),
+        low=int(steps[low]), high=int(steps[min(high + 1, len(steps) - 1)]),
         interval=(int(steps[min(first, low)]), int(steps[min(max(last, high) + 1, len(steps) - 1)])),
         fallen=int(steps[_first_lost(values, step, before - FALLEN * (before - after))]),
-        before=before,
-        after=after,
-        size_in_sd=float((before - after) / error),
-        floor=outcome.floor,
-    )
+        before=before, after=after, size_in_sd=float((before - after) / error), floor=outcome.floor,
+    )  # fmt: skip
 
 
 def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return the drop in the difference between two runs' outcomes, in which shared noise cancels."""
     steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
     apart, usual = outcome.values[of_run] - baseline.values[of_baseline], float(baseline.values[of_baseline].mean())
     return find_fall(replace(outcome, steps=steps, values=usual + apart))
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return where an outcome stops following the rise of its baseline, or None if noise can explain it.
+    """Return where an outcome stops rising with its baseline, or None if noise can explain it.
 
-    The baseline must rise as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The two
-    diverge at the end of their identical beginning or later; if they differ from the start, possibly at the first step.
+    The baseline must rise by as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The onset
+    is not before the last step at which both outcomes are still equal.
     """
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
@@ -346,10 +295,9 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """True if the last fifth of the run stays below the best window by more than the earlier noise.
+    """True if the last fifth of the run stays below the best window by more than the noise before the drop.
 
-    Only the noise before the drop counts, because a run that drops may scatter more. For few values, Student's t is
-    used.
+    The noise after the drop does not count, because a run that drops may scatter more.
     """
     values = outcome.values
     until = values[: best + width]
@@ -372,7 +320,6 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    """True if the last fifth of the run is below that of the baseline by `least` and by more than the noise."""
     _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
     lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
@@ -387,7 +334,7 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """Take over the onset of `finer` if that is narrower and the two overlap."""
+    """Take over the onset of `finer` if its interval is narrower and overlaps."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
@@ -399,7 +346,6 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
-    """Return the decrease along a fitted line from end to end, in standard errors."""
     n = len(values)
     at = np.arange(n) - (n - 1) / 2
     loss = -(n - 1) * float(at @ values) / max(float(at @ at), 1e-12)
@@ -407,7 +353,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """True if a dip is temporary: few of the windows after it are below the midpoint, or the FALLEN level."""
+    """True if a dip is temporary: few of the later windows are below its midpoint, or below its FALLEN level."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
@@ -416,7 +362,6 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
-    """Return the index at which two consecutive values first drop below `level`, or the last index."""
     lost = values[start:] < level
     twice = np.flatnonzero(lost & np.r_[lost[1:], True])
     return start + int(twice[0]) if len(twice) else len(values) - 1

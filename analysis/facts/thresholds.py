@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 AHEAD = 3.0
-"""The cause of a drop is searched for from this many steps before the onset interval."""
+"""The cause of a drop is searched for from this many steps before the interval of its onset."""
 AT_ONCE = 0.35
-"""A mismatch was there from the start if its first step has at least this fraction of its settled size; one update
-causes less."""
+"""The mismatch was there from the start if it begins with this fraction of its settled size; one update causes less."""
 GROWTH = 1.6
-"""The mismatch grows if it is at least this many times its settled size in the last quarter of the run."""
+"""The mismatch grows if, in the last quarter of the run, it is at least this many times its settled size."""
 
 EARLIER_AGREES = 0.5
-"""The engine has earlier weights if its logprobs of at least this fraction of prefixes equal the trainer's from one
-earlier step, or from a fixed number of steps back. The fraction was at most 0.14 in 57 collapses due to the
-mismatch."""
+"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step, or so many steps back. In
+57 collapses due to the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
-"""Prefixes that must match if the engine has weights from several earlier steps."""
+"""Number of prefixes that must match if the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""The engine has weights from several earlier steps if this many times more prefixes match than by chance; collapses
-caused by the mismatch reach 2.3."""
+"""The weights are from several earlier steps if so many times more prefixes match than by chance; others reach 2.3."""
 STILL = 0.5
-"""The engine keeps its weights if at least this fraction of the prefixes repeated within a few steps have bitwise
-identical engine logprobs; with new weights at every other step, one half of them do."""
+"""The engine keeps its weights if this fraction of repeated prefixes has bitwise identical engine logprobs. With new
+weights at every other step, one half of them do."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights change if at most this fraction of repeated prefixes have bitwise identical trainer
-logprobs."""
-
+"""The trainer's weights change if at most this fraction of repeated prefixes has bitwise identical trainer logprobs."""
 
 MATERIAL_REWARD = 0.05
 """Smallest difference between two rewards for the same response that is treated as real, in standard deviations of all
 rewards. KL terms in the reward cause smaller ones."""
 UNEQUAL_SHIFTED = 0.35
-"""Rewards are in the wrong rows if undoing a row shift leaves at most this fraction of the unequal pairs."""
+"""Rewards are in the wrong rows if undoing a shift of rows leaves at most this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15
-"""Distance up to which two reward distributions are the same: Kolmogorov-Smirnov (0 to 1), or between the means in
-standard deviations."""
+"""Two distributions of rewards are the same up to this Kolmogorov-Smirnov distance, or difference of means in standard
+deviations."""
 SAME_REWARDS_SD = 2.5
-"""Difference between the mean rewards before and after a step, in standard errors, up to which the distributions are
-the same."""
+"""Two distributions of rewards are also the same if their means differ by at most this many standard errors."""
 MOST = 0.5
-"""Without a drop, a value changed if at least this fraction of repeated responses get a different one."""
+"""Without a drop, a value changed if at least this fraction of repeated responses gets a different one."""
 REFERENCE_MOVES = 0.05
-"""Change in the reference model's mean logprob of a response, in nats, above which the model changed; bf16 kernels
-cause 0.01."""
+"""The reference model changed if its mean logprob of a response changes by more, in nats; bf16 kernels cause 0.01."""
 SAME_ORDER = 0.95
-"""Correlation between old and new rewards of identical responses above which only their scale changed."""
+"""Above this correlation between old and new rewards of identical responses, only their scale changed."""
 LENGTH_PAYS = 0.5
-"""Correlation within groups above which the reward depends on length; correct tasks stay below it."""
+"""The reward depends on length above this correlation within groups; with a correct reward it stays lower."""
 LENGTH_EXPLAINS = 0.8
-"""Correlation of length with reward differences above which it explains them."""
+"""Length explains reward differences above this correlation."""
 LENGTH_IS_ALL = 0.98
 """Same as LENGTH_EXPLAINS, if only some rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
@@ -66,5 +59,4 @@ BREAKABLE = 0.2
 BREAK_LOSES = 0.5
 """A lost correlation stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Responses with equal rewards are tested separately if they account for at least this fraction of the variance of
-reward differences."""
+"""Responses with equal rewards are tested separately from this fraction of the variance of reward differences on."""

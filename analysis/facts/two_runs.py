@@ -1,4 +1,4 @@
-"""Pair the sequences of two runs within each step, and compare the tokens that paired responses share.
+"""Pair the sequences of two runs step by step, and compare the tokens that paired responses share.
 
 Shapes: N sequences of run A, M of run B, K pairs, T tokens.
 """
@@ -30,15 +30,14 @@ ORDER BY step, place
 class Pairs:
     a: np.ndarray
     b: np.ndarray
-    """[K] index of each paired sequence in run A and in run B."""
     equal: np.ndarray
     """[K] True if prompt and response are identical, False if only the prompts are."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step: identical ones first, the rest by prompt, each in recording order.
+    """Pair the sequences of each step, in recording order: identical sequences first, the others by prompt.
 
-    Both runs need the arrays `step`, `prompt` and `whole`, as in Rollouts.
+    `a` and `b` have the arrays `step`, `prompt` and `whole`, as in Rollouts.
     """
     of_whole = _matched(a.step, a.whole, b.step, b.whole)
     left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
@@ -52,7 +51,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows with the same step and key; the k-th in one run goes with the k-th in the other."""
+    """Pair rows with the same step and key: the k-th in one run with the k-th in the other run."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     of_runs = np.split(number * len(keys) + key, [len(key_N)])
@@ -64,7 +63,6 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Count, for each row, the earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     _, first, count = np.unique(kind_N[order], return_index=True, return_counts=True)
     number_N = np.empty(len(kind_N), np.int64)
@@ -74,7 +72,7 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """Sequences of one run; lists are Arrow arrays."""
+    """Sequences of one run. `response`, `logprobs` (by pass) and `mask` are Arrow arrays of lists."""
 
     step: np.ndarray
     prompt: np.ndarray
@@ -94,21 +92,15 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Pairs of responses, and how many tokens they share from the start."""
-
     a: RunRows
     b: RunRows
-    """[K] rows of run A, and of run B in the same order."""
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
     """[K] number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [K] shared tokens with a logprob from a pass in both runs, and these logprobs in A and in B, [T].
-
-        Either all shared tokens of a pair count, or none of them.
-        """
+        """Return the [K] numbers of shared tokens that have logprobs in both runs, and these logprobs in A and B, [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -132,15 +124,13 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
     apart: dict[str, float]
-    """Mean absolute difference between the runs' logprobs, nats, by pass recorded in both."""
+    """Mean absolute difference between the runs' logprobs, in nats, for each pass that both recorded."""
     num_cut: int
-    """Responses of run A that are proper prefixes of the paired responses of run B."""
     num_in_tool: int
-    """Responses that diverge at a token outside the loss mask, i.e. one that was not sampled."""
+    """Number of responses that diverge at a token outside the loss mask, i.e. a token that was not sampled."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
-    """Compare the logprobs of both runs on the tokens that their paired sequences share at a step."""
     found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
     length_a, length_b = found.lengths_K
     apart = {}

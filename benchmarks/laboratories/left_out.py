@@ -45,28 +45,24 @@ PAIR = ("train", "rollout")
 
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
-    "not_sampled_so engine_moves_with_mismatch engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
+    "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
-    "engine_parts.behind lag",
-    "optimizer": "learning_rate_spike update_size update_leaps setting_unusual.adam_beta1 setting_unusual.adam_beta2 "
-    "setting_unusual.adam_epsilon setting_unusual.learning_rate update_is_other update_grows learning_rate gradient_is_equal",
-    "reward": "rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part rewards",
+    "engine_parts.behind",
+    "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
+    "reward": "rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
     "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
-    "rewards_of_last_step_part advantages_permuted_part rewards_permuted",
-    "data": "prompts_changed prompts_part prompts",
-    "truncation": "responses_cut.told responses_cut.seen endings_change responses_cut_off",
-    "reference": "reference_changed reference_jumps returns_to_reference reference_parts advantages_by_distance_part gradient_grows loss_is_higher",
+    "rewards_of_last_step_part advantages_permuted_part",
+    "data": "prompts_changed prompts_part",
+    "truncation": "endings_change responses_cut_off",
+    "reference": "reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
-    "advantages advantages.against advantages_or_rewards_part",
-    "entropy": "entropy_climbs entropy_collapses setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower",
+    "advantages_or_rewards_part",
+    "entropy": "entropy_climbs entropy_collapses",
     "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves "
-    "rewards_by_length rewards_by_length_part",
-    "unknown": "entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
+    "rewards_by_length_part",
+    "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Features that support each suspect."""
-_OF_SAMPLES = frozenset(("evaluation_holds",))
-"""Features that support every suspect that worsens sampled responses or their rewards but not the policy."""
-_SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
@@ -95,11 +91,8 @@ class Run:
 
 def owners(feature: str) -> tuple[str, ...]:
     """Return the suspects that a feature supports."""
-    name = feature.removeprefix("changed.")
-    if name in _OF_SAMPLES:
-        return _SAMPLES
-    setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
-    return (setting[1],) if setting else (_OWNER_OF[name],) if name in _OWNER_OF else ()
+    setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", feature)
+    return (setting[1],) if setting else (_OWNER_OF[feature],) if feature in _OWNER_OF else ()
 
 
 def share_kept(evaluations: Sequence[float]) -> float:
@@ -139,12 +132,12 @@ def read_runs(folder: Path) -> Iterator[Run]:
         control = controls[label["twin"]]
         facts = facts.beside(control) if shares_prompts(facts, control) else facts
         of_run = table(facts)
-        found, parted = table_beside(facts, control, of_run)
+        found, parted = table_beside(facts, control)
         step = facts.fall.step if facts.fall else parted.step if parted else None
         if facts.fall is None and step is not None:
             supposed = supposed_at(facts, step)
             of_run = table(supposed)
-            found, _ = table_beside(supposed, control, of_run)
+            found, _ = table_beside(supposed, control)
         yield Run(*known, BESIDE, facts.fall is not None, {} if step is None else {step: (*of_run, *found)})
 
 
@@ -215,13 +208,12 @@ def unseen(*, is_beside: bool) -> set[str]:
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
-    return settings | {name for name in (*_OWNER_OF, *_OF_SAMPLES) if is_beside or kind_of(name) != _OF_PAIR}
+    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
 
 
 _OF_PAIRS = re.compile(
-    r".*_(part|parts)(\..*)?|changed\..*|(advantages|lag|mismatch|rewards|prompts|learning_rate)(\.(against|later|follow))?|"
-    r"rewards_(by_length|permuted).*|rewards_of_last_step_part|(moved_by_distance|gradient_(grows|is_equal|differs)|loss_is_\w+|weights_jump|"
-    r"update_(is_other|is_equal|grows|or_loss.*)|moment_is_other|entropy_(parts_first|lower)|leaves_reference|responses_cut_off)(\..*)?"
+    r".*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|update_or_loss|"
+    r"responses_cut_off"
 )
 
 

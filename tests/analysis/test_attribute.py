@@ -288,20 +288,6 @@ def test_a_short_run_has_no_fall(tmp_path, steps):
     assert attribute(record(tmp_path / "run", Story(), steps)).fall is None
 
 
-@pytest.mark.parametrize(
-    "said",
-    rest_slow(
-        [{"adam_beta2": 0.1}, {"optim.beta2": 0.1}, {"betas": [0.9, 0.1]}, {"actor/optim/betas": "(0.9, 0.1)"}], 2
-    ),
-)
-def test_adam_s_settings_are_known_by_many_names(tmp_path, said):
-    found = attribute(record(tmp_path / "run", Story(reward=FALLING, settings=said), 80))
-    optimizer = next(suspect for suspect in found.suspects if suspect.code == "optimizer")
-    assert any(
-        each.values.get("setting") == "adam_beta2" and each.values["value"] == 0.1 for each in optimizer.evidence
-    )
-
-
 def test_an_evaluation_is_known_by_its_name():
     assert all(
         is_evaluation(name)

@@ -214,15 +214,6 @@ def permutes_advantages(columns):
     columns.advantages = list(np.roll(columns.advantages, 2))
 
 
-def adds_kl_term(columns):
-    distance = [float((p - q).sum()) for p, q in zip(columns.train, columns.reference, strict=True)]
-    columns.advantages = [one - 0.5 * far for one, far in zip(columns.advantages, distance, strict=True)]
-
-
-def adds_entropy_bonus(columns):
-    columns.advantages = [one - 2.0 * float(p.mean()) for one, p in zip(columns.advantages, columns.train, strict=True)]
-
-
 def updates_otherwise(columns):
     columns.train = [one * 1.001 for one in columns.train]
     columns.rollout = [one * 1.001 for one in columns.rollout]
@@ -248,8 +239,6 @@ CHANGES = {
     inverts_advantages: ("advantages_part", {"advantages"}),
     scales_advantages: ("advantages_part", {"advantages"}),
     permutes_advantages: ("advantages_permuted_part", {"pairing"}),
-    adds_kl_term: ("advantages_by_distance_part", {"reference"}),
-    adds_entropy_bonus: ("advantages_by_surprise_part", {"entropy"}),
 }
 
 
@@ -587,61 +576,7 @@ def test_rewards_that_pay_length_otherwise_do_so_for_half_of_the_responses(monke
     assert first_code(run_of(rows(n=100, reward=paid)), run_of(rows(n=100))) == code
 
 
-def orthogonal(*columns, n=40):
-    """Columns that have nothing to do with each other, of mean 0 and size 1."""
-    return np.linalg.qr(np.stack([np.ones(n), *columns], 1))[0][:, 1:].T * np.sqrt(n)
-
-
-@pytest.mark.parametrize(("likelihood", "reference", "term"), [
-    (1, 0, "advantages_by_distance_part"), (0, 1, "advantages_by_distance_part"), (1, 1, "advantages_by_surprise_part"),
-])  # fmt: skip
-@pytest.mark.parametrize(("share", "is_term"), [(0.74, False), (0.76, True)])
-def test_what_advantages_differ_by_is_a_term_where_three_quarters_go_with_it(
-    likelihood, reference, term, share, is_term
-):
-    usual, quantity, rest = orthogonal(*np.random.default_rng(0).normal(size=(3, 40)))
-    control = rows(
-        n=40, group=np.zeros(40, int), advantage=usual, length=np.ones(40), likelihood=likelihood * quantity,
-        sampled=quantity,
-        reference=reference * quantity,
-    )  # fmt: skip
-    other = 2 * usual + share * quantity + np.sqrt(1 - share**2) * rest
-    code = first_code(run_of(replace(control, advantage=other, first_advantage=other)), run_of(control))
-    assert code == (term if is_term else "advantages_part")
-
-
-@pytest.mark.parametrize(("num_unknown", "code"), [(32, "advantages_by_distance_part"), (33, "advantages_part")])
-def test_eight_sequences_with_a_reference_tell_a_term(num_unknown, code):
-    chance = np.random.default_rng(0)
-    unknown = np.arange(40) < num_unknown
-    control = rows(
-        n=40, group=np.zeros(40, int), likelihood=chance.normal(size=40),
-        reference=np.where(unknown, np.nan, chance.normal(size=40))
-    )  # fmt: skip
-    other = control.advantage + np.where(unknown, 5.0, control.likelihood - control.reference)
-    run = replace(control, advantage=other, first_advantage=other)
-    assert first_code(run_of(run), run_of(control)) == code
-
-
-def test_what_advantages_differ_by_for_all_of_a_group_is_its_baseline():
-    distance = np.repeat(np.random.default_rng(0).normal(size=8), 5)
-    control = rows(n=40, length=np.ones(40), likelihood=distance, reference=0 * distance)
-    other = control.advantage + distance
-    run = replace(control, advantage=other, first_advantage=other)
-    assert first_code(run_of(run), run_of(control)) == "advantages_part"
-
-
-def test_advantages_without_their_sign_are_no_term():
-    """Of |A| less A much goes with whatever A goes with."""
-    control = rows(n=40, group=np.zeros(40, int), advantage=np.sin(np.arange(40.0)))
-    control = replace(
-        control, first_advantage=control.advantage, likelihood=-1 + 0.1 * np.maximum(-control.advantage, 0)
-    )
-    run = replace(control, advantage=np.abs(control.advantage), first_advantage=np.abs(control.advantage))
-    assert first_code(run_of(run), run_of(control)) == "advantages_part"
-
-
-@pytest.mark.parametrize(("num_other", "code"), [(0, "advantages_by_distance_part"), (1, "prompts_part")])
+@pytest.mark.parametrize(("num_other", "code"), [(0, "advantages_part"), (1, "prompts_part")])
 def test_other_prompts_of_a_step_change_the_advantages_of_the_rest(num_other, code):
     """A mean and a spread over the batch are other ones, too."""
     control = rows(n=40, group=np.zeros(40, int), likelihood=np.sin(np.arange(40.0)))
@@ -650,18 +585,6 @@ def test_other_prompts_of_a_step_change_the_advantages_of_the_rest(num_other, co
     run.prompt[:num_other] += 90_000
     run.whole[:num_other] += 90_000
     assert first_code(run_of(run), run_of(rows(n=40, group=np.zeros(40, int), likelihood=control.likelihood))) == code
-
-
-@pytest.mark.parametrize("scale", [-1.0, 5.0, 1 / 3])
-def test_a_scale_of_the_advantages_is_no_term(scale):
-    chance = np.random.default_rng(0)
-    for _ in range(20):
-        distance = chance.normal(size=8)
-        control = rows(n=8, group=np.arange(8) // 4, advantage=chance.normal(size=8), likelihood=distance)
-        control = replace(control, first_advantage=control.advantage)
-        other = (scale * control.advantage).astype(np.float32).astype(float)
-        run = replace(control, advantage=other, first_advantage=other)
-        assert first_code(run_of(run), run_of(control)) == "advantages_part"
 
 
 @pytest.mark.parametrize(("apart", "code"), [(0.9e-6, None), (1.1e-6, "advantages_part")])

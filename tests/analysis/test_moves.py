@@ -402,7 +402,7 @@ def mismatched(size, *, usual=0.0, apart=0.01, at=30, **given):
 def test_a_mismatch_has_begun_from_a_tenth_of_it_on(monkeypatch, before, step):
     asked = []
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.run_facts.read_still_engine", lambda rollouts, first: asked.append(first)
+        "tim_trace.analysis.facts.mismatch.read_still_engine", lambda rollouts, first: asked.append(first)
     )
     found = mismatched(0.05)
     found.series["mean_abs_d"] = np.where((STEPS >= 20) & (STEPS < 30), before, found.series["mean_abs_d"])
@@ -631,7 +631,7 @@ def test_where_nothing_differs_or_lengths_are_one_length_explains_nothing():
 
 
 def paid_since(monkeypatch, *, explained_=(0.0, 0.0), by_length=0.0, share=1.0, otherwise=0.0):
-    module = "tim_trace.analysis.attribution.run_facts"
+    module = "tim_trace.analysis.facts.relations"
     asked = []
     monkeypatch.setattr(
         f"{module}.explained_by_length", lambda since, before: asked.append((since, before)) or explained_
@@ -677,7 +677,7 @@ def earlier(monkeypatch, *changes, near=()):
     ({"shape": "ramp"}, False),
     ({"step": 7}, False), ({"step": 8}, True), ({"high": 29}, True), ({"high": 30}, False),
     ({"kind": "optimizer"}, False),
-    ({"kind": "reference"}, True), ({"kind": "setting"}, True), ({"kind": "sampling"}, True),
+    ({"kind": "reference"}, False), ({"kind": "setting"}, True), ({"kind": "sampling"}, True),
 ])  # fmt: skip
 def test_what_a_run_was_given_otherwise_for_certain_long_before_a_fall(monkeypatch, given, is_told):
     change = given_change(**{"series_": "prompt_length", "kind": "prompts", "step": 15} | given)

@@ -271,40 +271,6 @@ def test_a_mask_that_covers_more_tokens_from_a_step_on_is_listed(tmp_path):
     assert rows == [{"series": "share_masked", "step": AT}]
 
 
-def several_ranks(path, monkeypatch, *, gone=None, off=None):
-    """Four ranks, each with its own sequences; one is `gone` from AT on, the tokens of one are `off` from there."""
-    draw = np.random.default_rng(0)
-    for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
-        with Recorder(path, join=True) as recorder:
-            for step in range(1, AT if rank == gone else STEPS + 1):
-                rollout = -draw.exponential(1.0, (4, 12))
-                train = np.minimum(
-                    rollout + (0.05 if rank == off and step >= AT else 0.01) * draw.normal(size=(4, 12)), 0
-                )
-                added = recorder.add_sequences(
-                    step=step, seq_ids=[f"{rank}-{row}" for row in range(4)], reward=draw.random(4),
-                    response_ids=draw.integers(1, 9, (4, 12)).tolist(),
-                )  # fmt: skip
-                recorder.add_scores("rollout", added, logprobs=rollout.astype("f4"))
-                recorder.add_scores("train", added, logprobs=train.astype("f4"))
-    return path
-
-
-def of_writers(trace):
-    return [change for change in read_recorded(open_database(trace), PAIR) if change.kind == "writers"]
-
-
-def test_a_rank_that_disappears_is_listed_with_its_step(tmp_path, monkeypatch):
-    (change,) = of_writers(several_ranks(tmp_path / "run", monkeypatch, gone=2))
-    assert (change.series, change.step, change.before, change.after) == ("num_writers", AT, 4, 3)
-    assert change_sentence(change) == f"num_writers goes from 4 to 3 at step {AT}"
-
-
-def test_ranks_that_are_alike_are_no_change(tmp_path, monkeypatch):
-    assert of_writers(several_ranks(tmp_path / "run", monkeypatch)) == []
-
-
 def test_every_column_of_the_view_is_documented(traces):
     page = (ROOT / "docs" / "reference" / "sql.md").read_text(encoding="utf-8")
     section = page[page.index("## What changed") : page.index("## Named queries")]
@@ -418,19 +384,11 @@ def test_an_engine_that_was_exact_until_the_fall_is_the_cause(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_holds_while_the_reward_falls_is_a_fall_and_clears_the_policy(tmp_path):
+def test_a_drop_of_the_reward_alone_is_a_drop_even_if_the_evaluation_holds(tmp_path):
     found = attribute(record(tmp_path / "run", Plan(prompt_length=from_at(4, 12), evaluation=always(0.8))))
     assert (found.outcome, found.fall.outcome, found.cause) == ("eval/accuracy", "reward", "data")
-    holds = {
-        suspect.code: each.points
-        for suspect in found.suspects
-        for each in suspect.evidence
-        if each.code == "evaluation_holds"
-    }
-    assert holds["data"] > 0 > max(holds["optimizer"], holds["advantages"])
     fell = attribute(record(tmp_path / "fell", Plan(prompt_length=from_at(4, 12), evaluation=from_at(0.8, 0.3))))
     assert fell.fall.outcome == "eval/accuracy"
-    assert not any(each.code == "evaluation_holds" for suspect in fell.suspects for each in suspect.evidence)
 
 
 @pytest.mark.slow
@@ -531,21 +489,18 @@ def test_a_brief_has_at_most_4000_tokens(trace):
     found = attribute(trace)
     text = attribution_brief(replace(found, facts=found.facts * 50))
     assert len(text) < 16_000  # four letters a token
-    assert "weaker: SELECT * FROM facts" in text
+    assert "weaker: see `facts`" in text
 
 
 def test_a_run_without_a_drop_has_a_brief_and_no_facts(tmp_path):
     run = record(tmp_path / "run", Plan(right=always(0.7)))
     assert "No collapse detected" in tim_trace("attribute", run, "--brief").stdout
-    assert tim_trace("sql", run, "SELECT count(*) AS num FROM facts", "--json").json() == [{"num": 0}]
 
 
-def test_the_view_and_the_json_have_the_facts_strongest_first(trace):
-    rows = tim_trace("sql", trace, 'SELECT code, step, before, after, "order", sentence FROM facts', "--json").json()
-    (prompts,) = (row for row in rows if row["code"] == "prompts_changed")
-    assert (prompts["step"], prompts["before"], prompts["after"], prompts["order"]) == (50, "4.0", "12.0", "with")
+def test_the_json_has_the_facts_strongest_first(trace):
     facts = json.loads(tim_trace("attribute", trace, "--json").stdout)["facts"]
-    assert [fact["sentence"] for fact in facts] == [row["sentence"] for row in rows]
+    (prompts,) = (fact["values"] for fact in facts if fact["code"] == "prompts_changed")
+    assert (prompts["step"], prompts["from_value"], prompts["to_value"]) == (50, 4.0, 12.0)
     levels = [abs(fact["level"]) for fact in facts]
     assert levels == sorted(levels, reverse=True)
 

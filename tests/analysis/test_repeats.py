@@ -236,6 +236,6 @@ def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(mon
     steps = np.r_[np.arange(6, 26), np.arange(late - 4, late + 6)]
     share = np.r_[np.full(20, 0.1), np.full(5, 0.95), np.full(5, 0.1)]
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.run_facts.explained_by_length_by_step", lambda rollouts: (steps, share)
+        "tim_trace.analysis.facts.relations.explained_by_length_by_step", lambda rollouts: (steps, share)
     )
     assert Facts.rewards_by_length.func(SimpleNamespace(fall=FALL, rollouts=None)) == pytest.approx((0.1, 0.95))

@@ -15,22 +15,18 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d|, in nats, at which a mismatch weighs one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
+"""Mean |d|, in nats, at which `weighs` is one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
-"""Steps with an entropy needed on each side of a drop."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
-"""`check` findings that different weights in the engine can cause."""
 
 
 def weighs(facts: Facts) -> float:
-    """Return how much a mismatch of this size can matter, 0 to 1."""
     return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
 
 
 def size(facts: Facts) -> Iterator[Fact]:
     run = facts.mismatch
     if run is None:
-        yield fact("no_passes", 1.0)
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
     if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
@@ -38,7 +34,6 @@ def size(facts: Facts) -> Iterator[Fact]:
 
 
 def rise(facts: Facts) -> Iterator[Fact]:
-    """The largest growth of the mismatch, and whether it leads or follows the drop."""
     largest = largest_rise(facts)
     if largest is None or facts.fall is None:
         return
@@ -53,15 +48,14 @@ def rise(facts: Facts) -> Iterator[Fact]:
     }[when]  # fmt: skip
     yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
-    if step is not None and when != AFTER:
-        if facts.moves.moves_at(step, "reward", "sampled", "length"):
-            yield fact("engine_moves_with_mismatch", weighs(facts), step=step)
-        elif facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm"):
-            yield fact("trainer_moves_first", weighs(facts), step=step)
+    if step is None or when == AFTER or facts.moves.moves_at(step, "reward", "sampled", "length"):
+        return
+    if facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm"):
+        yield fact("trainer_moves_first", weighs(facts), step=step)
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch that check's first finding accounts for, at most 1; 1 if either is 0."""
+    """Return the share of the mismatch that the first finding of `check` explains; 1 if either is zero."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
@@ -82,7 +76,6 @@ def check(facts: Facts) -> Iterator[Fact]:
 
 
 def age(facts: Facts) -> Iterator[Fact]:
-    """What repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None and still.explains:
         yield fact("engine_stands_still", (still.still - still.of_trainer) * weighs(facts), **still.values)
@@ -95,11 +88,11 @@ def age(facts: Facts) -> Iterator[Fact]:
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """The declared lag of the sampling weights; a constant lag is normal in asynchronous training."""
+    """How many updates behind the sampling weights are. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
-    recorded = facts.values("version_lag")[np.isfinite(facts.values("version_lag"))]
-    if len(recorded) and not recorded.any():
+    recorded = facts.values("version_lag")
+    if np.isfinite(recorded).any() and not np.nan_to_num(recorded).any():
         yield fact("declared_fresh", 1.0)
     elif at_fall >= max(1.0, t.LAG_GROWS * usual):
         level = of_ratio(at_fall, max(usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
@@ -109,10 +102,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """How much less likely the tokens sampled since the drop are than their entropy implies.
-
-    For tokens sampled from the returned logprobs, -logprob equals the entropy on average.
-    """
+    """Whether -logprob exceeds the entropy: both are equal on average if tokens are sampled from the returned logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
@@ -141,8 +131,8 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
 def declared_lag(facts: Facts) -> tuple[float, float]:
     """Return the lag of the sampling weights, in updates, at the onset and while the run still learned; 0 if unknown.
 
-    At the onset: the largest median over a tenth of the run; without a drop, over the whole run. While it learned: the
-    median before the onset or, if less than a tenth of the run precedes it, until a good part of the outcome is lost.
+    At the onset, it is the largest running median over a tenth of the run. While the run learned, it is the median
+    before the onset or, if the onset is in the first tenth of the run, until a good part of the outcome is lost.
     """
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
@@ -162,7 +152,6 @@ def declared_lag(facts: Facts) -> tuple[float, float]:
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
-    """True if a run lags behind its baseline by more than asynchronous runs scatter."""
     of_run, of_control = declared_lag(facts)[0], declared_lag(control)[0]
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 

@@ -20,7 +20,6 @@ from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
-"""Steps before a drop needed to estimate the usual size of advantages."""
 
 
 def _known(value: float) -> float:
@@ -28,14 +27,11 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
-    """How often identical responses get different rewards since the drop, compared with before."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
-    if not found.num_pairs:
-        return
-    values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
-    if found.unequal > 0.01 and not facts.rewards_lie_off:
-        grown = max(found.unequal - before, 0.0) / max(found.unequal, 1e-12)
-        yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
+    if found.unequal > 0.01 and not facts.rewards_lie_off:  # NaN without repeated responses
+        level = math.sqrt(found.unequal) * (max(found.unequal - before, 0.0) / found.unequal)
+        values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
+        yield fact("rewards_noisy", level, mean_difference=found.mean_difference, **values)
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
@@ -53,13 +49,13 @@ def changed(facts: Facts) -> Iterator[Fact]:
     if found is None or facts.rewards_lie_off:
         return
     if by_length := facts.pays_length_since:
-        yield fact("length_pays_since", abs(by_length), correlation=by_length, **{name: found.values[name] for name in ("step", "num_responses")})  # fmt: skip
+        values = {"step": found.step, "num_responses": found.num_responses}
+        yield fact("length_pays_since", abs(by_length), correlation=by_length, **values)
     else:
         yield fact("rewards_changed", math.sqrt(found.share), **found.values)
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
-    """Rewards that change, or stop following likelihood, while policy and engine stay the same."""
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
@@ -74,10 +70,7 @@ def alone(facts: Facts) -> Iterator[Fact]:
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
-    """An evaluation that holds while the reward drops, or a reward that holds while the evaluation drops."""
     fall, reward = facts.fall, facts.values("reward")
-    if fall is not None and facts.outcome is not None and facts.outcome.is_evaluation and fall.outcome == "reward":
-        yield fact("evaluation_holds", 1.0)
     known = np.flatnonzero(np.isfinite(reward))
     if fall is None or fall.kind == FLAT or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
         return
@@ -97,11 +90,10 @@ def advantages(facts: Facts) -> Iterator[Fact]:
     if math.isnan(now):
         return
     usual = _known(relation(facts.rollouts.until(facts.breaks - 1), "reward", "advantage").by_group)
-    same_size = _known(relation(since, "reward_size", "advantage_size").by_group)
     if now < 0:
         yield fact("advantages_inverted", -now * max(usual, 0.2), correlation=now)
     lacking = max(usual - now, 0.0)
-    if same_size >= 0.9:
+    if _known(relation(since, "reward_size", "advantage_size").by_group) >= 0.9:
         yield fact("advantages_of_other_sign", lacking, correlation=now)
     elif now > -0.3:
         yield fact("advantages_do_not_follow", lacking, "alone" if facts.rollouts.is_alone else "", correlation=now)
@@ -113,7 +105,6 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(facts: Facts) -> Iterator[Fact]:
-    """Changes in the mean or scale of advantages, and bursts."""
     assert facts.fall is not None
     before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
@@ -123,7 +114,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # A slow baseline lets the mean move by up to the reward's change (over its spread, if advantages are normalised).
+    # With a slow baseline, the mean may move as much as the reward (divided by its spread if advantages are normalised).
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
@@ -165,12 +156,12 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Size of a change that weighs one half, by series, whatever the scatter."""
+"""By series, the size of a change that counts one half, regardless of scatter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """The clearest change in the prompts near the drop; it counts more if several prompt series change at that step."""
-    best: tuple[float, Fact] | None = None
+    """The clearest change in the prompts. It counts more if several series of prompts change at the same step."""
+    found = []
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
         beside = [one for one in changes if abs(one.step - change.step) <= 1 and one.shape == "shift"]
@@ -180,57 +171,12 @@ def prompts(facts: Facts) -> Iterator[Fact]:
         is_new = change.series == "share_new_places" and change.before == 0
         level = nearness(facts, change) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
-        if best is None or level > best[0]:
-            best = level, fact("prompts_changed", level, **values_of(change))
-    if best is not None:
-        yield best[1]
-
-
-def cut(facts: Facts) -> Iterator[Fact]:
-    """A length that responses no longer exceed and at which many end."""
-    assert facts.fall is not None
-    width = max(len(facts.steps) // 10, 5)
-    intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
-    found = [one for low, high in intervals for one in _cut_at(facts, low, high, high + 2 * width, width)]
-    if np.isfinite(facts.values("share_length_limited")).any():
-        found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
+        found.append(fact("prompts_changed", level, **values_of(change)))
     if found:
         yield max(found, key=lambda one: one.level)
 
 
-def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iterator[Fact]:
-    before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
-    after = facts.rollouts.since(since + 1).until(last).num_tokens
-    if not len(before) or not len(after):
-        return
-    limit = float(after.max())
-    longer, at_it, usual = (float(part.mean()) for part in (before > limit, after == limit, before == limit))
-    limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
-    limited = limited[np.isfinite(limited)]
-    group = "told" if len(limited) else "seen"
-    if len(limited):
-        share = min(longer, at_it, float(limited.mean()))
-    else:
-        share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
-    level = min(math.sqrt(share) * 1.5, 1.0)
-    yield fact("responses_cut", level, group, limit=limit, longer_share=longer, cut_share=at_it)
-
-
-def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
-    """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
-
-    A limit leaves shorter lengths unchanged; a policy that comes to prefer one length does not.
-    """
-    of_before, of_after = (
-        np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
-        for lengths in (before, after)
-    )
-    most = max(float(of_before.sum()), float(of_after.sum()))
-    return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
-
-
 def endings(facts: Facts) -> Iterator[Fact]:
-    """Responses that start to end early, on tokens that rarely ended a response before."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     before = facts.rollouts.until(begins - 1)
@@ -244,10 +190,10 @@ def endings(facts: Facts) -> Iterator[Fact]:
     rests = np.array([share[at : at + 3].min() for at in near])
     step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
     gradient = facts.moves.step("grad_norm")
-    # A policy may end its responses differently after a change in the gradient.
+    # After a change in the gradient, the policy itself may end its responses differently.
     group = "policy" if gradient is not None and gradient < step else ""
     level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, cut, endings)
+ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)

@@ -8,19 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.changes import POLICY
-from ...facts.conditions import REFERENCE, is_learning_rate
+from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
-
-_CUSTOMARY: dict[str, tuple[float, float]] = {
-    "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
-    "entropy_coefficient": (1e-6, 0.1),
-}  # fmt: skip
-"""Usual range of each setting."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -29,14 +22,13 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change fits the onset: 1 within its interval, less the earlier it came."""
+    """Return how well a change fits the onset: 1 in the interval of the onset, less the earlier the change is."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
 def settings(facts: Facts) -> Iterator[Fact]:
-    """Per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
     assert facts.fall is not None
     step = facts.fall.step
     for suspect in SUSPECTS:
@@ -51,22 +43,7 @@ def settings(facts: Facts) -> Iterator[Fact]:
         yield fact("setting_changed", level, suspect, **values_of(nearest))
 
 
-def unusual(facts: Facts) -> Iterator[Fact]:
-    is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
-    for name, (low, high) in _CUSTOMARY.items():
-        value = facts.settings.get(name)
-        if not isinstance(value, float) or value <= 0 or (name in ("learning_rate", "adam_beta2") and not is_adam):
-            continue
-        if name in ("adam_beta1", "adam_beta2"):
-            far = of_ratio(1 - low, 1 - value, 10.0) if value > high else of_ratio(1 - value, 1 - low, 10.0)
-        else:
-            far = of_ratio(value, high, 100.0) if value > high else of_ratio(low, value, 1000.0)
-        numbers = {"value": value, "customary_low": low, "customary_high": high}
-        yield fact("setting_unusual", max(far, 0.0), name, setting=name, **numbers)
-
-
 def rate(facts: Facts) -> Iterator[Fact]:
-    """How far the learning rate rises above its earlier median by the onset."""
     assert facts.fall is not None
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
@@ -101,7 +78,6 @@ def updates(facts: Facts) -> Iterator[Fact]:
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
-    """How entropy changes at the onset and until the end, and whether that lasts."""
     assert facts.fall is not None
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]
@@ -128,7 +104,6 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Whether the reference model changes, the distance to it jumps, or the policy returns to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
@@ -137,12 +112,6 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
-    jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
-    for change in jumps[:1]:
-        beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
-        if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
-            level = of_ratio(float(change.after), float(change.before), 10.0)
-            yield fact("reference_jumps", level, **values_of(change))
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
@@ -154,4 +123,4 @@ def reference(facts: Facts) -> Iterator[Fact]:
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
-ALL = (settings, unusual, rate, updates, entropy, reference)
+ALL = (settings, rate, updates, entropy, reference)
