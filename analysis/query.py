@@ -42,7 +42,7 @@ def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
 class Session:
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = open_database(traces)
-        self._unsafe = unsafe
+        self._unsafe, self._has_facts = unsafe, False
         if not unsafe:
             # Confine the connection to the traces' files, without access to this process's variables.
             for setting in (
@@ -61,7 +61,10 @@ class Session:
             query.encode()
         except UnicodeEncodeError as error:
             raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
-        self._database.define_named(words_of(query))
+        words = words_of(query)
+        self._database.define_named(words)
+        if "facts" in words and not self._has_facts:
+            self._define_facts()
         try:
             statements = connection.extract_statements(query)
             if not statements:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -31,7 +32,7 @@ from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .text import DIFFERENCES
+from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """If one of these stays NaN or infinite, the run cannot recover."""
@@ -164,6 +165,32 @@ def _attribution(
         facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
         supposed=supposed, not_finite=tuple(sorted(broken, key=lambda each: each.step)), note_codes=tuple(notes),
     )  # fmt: skip
+
+
+_FACTS = (
+    ("run", pa.string()), ("code", pa.string()), ("series", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
+    ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
+    ("order", pa.string()), ("sentence", pa.string()),
+)  # fmt: skip
+_BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
+_AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
+"""Names under which facts store the value before and after a change; the view shows the first one present."""
+
+
+def facts_table(database: Database) -> pa.Table:
+    """Return the SQL view `facts`: per run, strongest first; no rows for runs without a drop."""
+    rows = []
+    for source in database.sources:
+        result = explain(database.reopened(source), ("train", "rollout"))
+        for one in result.facts:
+            before, after = one.value(*_BEFORE), one.value(*_AFTER)
+            rows.append(
+                {"run": source.run, "code": one.code, "level": one.level, "order": one.order(result.fall),
+                 "series": one.value("series"), "sentence": evidence_sentence(one),
+                 "before": None if before is None else str(before), "after": None if after is None else str(after),
+                 **{name: one.value(name) for name in ("step", "low", "high")}}
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
 
 
 _FEWEST_STEPS = 3

@@ -201,8 +201,12 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d with published values for the same coarser dtype. `verdict`: first finding of `check`."""
-    healthy = [each.figure for each in figures if each.fits and each.figure.metric == "rms_d"]
+    """Compare the rms of d with published values from healthy runs with the same coarser dtype.
+
+    `verdict`: code of the first finding of `check`.
+    """
+    comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
+    healthy = [figure for figure in comparable if not figure.is_fault]
     is_equal = verdict == "equal" or own == 0.0
     if is_equal or not healthy:
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)

@@ -27,6 +27,7 @@ from tim_trace.analysis.diagnosis.diagnose import (
     size_comparison,
 )
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
+from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.text import (
     diagnosis_json,
     diagnosis_text,
@@ -164,6 +165,16 @@ def test_a_size_without_figures_or_without_mismatch():
     assert "Fix the comparison first" in size_text(unknown, is_valid=False)
     equal = size_comparison("equal", 0.0, _figures({"rms_d": 0.0}, "float32"), "float32")
     assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "No mismatch.")
+
+
+def test_figures_of_broken_runs_are_no_range():
+    faults = {figure.metric for figure in FIGURES if figure.is_fault}
+    assert "mean_abs_d" in faults
+    found = [each for each in _figures({"rms_d": 0.04}, "bfloat16") if each.fits]
+    broken = [
+        SimpleNamespace(**{"fits": True, "figure": SimpleNamespace(metric="rms_d", is_fault=True, low=0.0, high=9.0)})
+    ]
+    assert size_comparison("rounding", 1.0, [*found, *broken], "bfloat16").code == "above"
 
 
 @pytest.mark.parametrize(
