@@ -907,7 +907,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
             found, *_ = np.linalg.lstsq(columns, rewards[known], rcond=None)
             if np.abs(columns @ found - rewards[known]).max() < least:
-                return found * np.r_[np.ones(len(found) - 1), constant]
+                return np.asarray(found * np.r_[np.ones(len(found) - 1), constant])
         return None
 
     declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
