@@ -1,4 +1,5 @@
-"""Shell commands that confirm a finding. Those that need weights supply them first if the trace has none."""
+"""Shell commands that confirm a finding. If a command needs weights and the trace has none, the advice supplies them
+first."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ def sql(data: PairData, query: str) -> Advice:
 
 
 def sql_of(trace: str, query: str) -> Advice:
-    """Return a `tim-trace sql` command with the query quoted for the shell."""
     text = re.sub(r'(["$`\\])', r"\\\1", query)
     return Advice(f'tim-trace sql {shlex.quote(trace)} "{text}"')
 
@@ -66,7 +66,6 @@ def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
 
 
 def arms(data: PairData, options: str) -> Advice:
-    """Replay one step under several arms, then diagnose the run."""
     return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
 
 
@@ -75,7 +74,7 @@ def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advi
     asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
     if data.has_weights:
         return Advice(asked)
-    return Advice(supply(data), f"this trace has no weights; then run: {asked}")
+    return Advice(supply(data), f"supplies the weights that this trace lacks; then run: {asked}")
 
 
 _COLUMNS = {
@@ -83,7 +82,7 @@ _COLUMNS = {
     "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
     "total_length": "num_prompt_tokens + num_response_tokens",
 }  # fmt: skip
-"""Feature -> the column of `sequences`, or the SQL expression, that shows it."""
+"""Feature -> column of `sequences` or SQL expression that computes it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
@@ -135,7 +134,7 @@ def locate(data: PairData, against: str) -> Advice:
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Records a run together with the weights that a replay needs."""
+"""Command that records a run together with the weights that a replay needs."""
 
 
 def supply(data: PairData) -> str:

@@ -1,5 +1,5 @@
 """Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and
-finally by where the rest is and what it depends on. Each token goes to rounding, to a cause, or to neither."""
+finally by where the rest is and what it depends on. Each token is attributed to rounding, to a cause, or to neither."""
 
 from __future__ import annotations
 
@@ -67,18 +67,21 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, net of its parameters. Chance reaches it in one run in 100,000."""
+"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. By chance, one run in 100,000
+reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves a smaller share of the mismatch competes only with others that predict values."""
+"""An explanation that leaves a smaller share of the mismatch than this unexplained competes only with others that predict
+values."""
 MIN_FIRST = 0.6
-"""Minimum probability of a kind for it to be listed before the part of the run that the mismatch is confined to."""
+"""Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
+occurs."""
 MIN_LIKELY = 0.4
-"""Minimum probability of a kind for it to be reported in addition to where the tokens are."""
+"""Minimum probability of a kind for it to be reported in addition to the location of the tokens."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch at a place to that elsewhere to rule out explanations that cover all tokens."""
+"""Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all tokens."""
 _MAX_PARTS = 3
 """Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
@@ -90,7 +93,7 @@ _VALUES = (
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
-"""Explanations in which one side is a fixed function of the other's distribution."""
+"""Explanations in which one side is a fixed function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
 """Explanations confined to one place."""
 
@@ -110,7 +113,7 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
-"""Fault-free verdicts on part of a run; a fault in another part replaces them."""
+"""Fault-free verdicts. If one part of a run has a fault, those on other parts are dropped."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
@@ -157,7 +160,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Explain the mismatch, best explanation first; each covers what the earlier ones leave."""
+    """Explain the mismatch, best explanation first. Each explanation covers what the previous ones leave."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
@@ -188,7 +191,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if it covers only part of the tokens and nearly all that are off are there."""
+    """Add a place to the first finding if it covers only part of the tokens and nearly all of them that exceed rounding are
+    at that place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -203,8 +207,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which it begins, or up to five steps that it is confined to, unless chance
-    explains the steps without its tokens."""
+    """Add to the first finding the step at which it begins, or the steps that it is confined to if there are at most
+    five, unless other steps lack its tokens by chance."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -237,8 +241,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop the explanations that a place rules out. If nearly all tokens that are off are at one place and the others
-    agree, an explanation of all tokens that predicts no values is wrong about the others."""
+    """Drop the explanations that a place rules out. If nearly all tokens that exceed rounding are at one place and
+    the rest agree, an explanation that covers all tokens without predicting values is wrong about the rest."""
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -289,7 +293,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, if large enough. Fewer parameters make up for half of the gain."""
+    """Return the explanation with the largest gain, or one with fewer parameters and at least half of that gain; None if
+    the gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -323,9 +328,9 @@ def _parts(data: PairData) -> tuple[str, ...]:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if a place really locates the mismatch.
 
-    Outside it there must be no more than rounding, and most of the tokens that are off must be inside. The mismatch
-    inside must exceed rounding or be much larger than outside. For a writer, contract or setting, three times as large
-    is enough, because rounding does not depend on it.
+    The mismatch outside the place must not exceed rounding, and most of the tokens that do exceed it must be inside.
+    The mismatch inside must exceed rounding or be much larger than outside. If the place is a writer, contract or
+    setting, a factor of three is enough, because rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
@@ -349,7 +354,8 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on what rounding does not."""
+    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on things that rounding
+    does not depend on."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
@@ -363,7 +369,7 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place that it is confined to. Part of the run, as a place, is a finding of its own."""
+    """Return the cause and the place that it is confined to. If the place is part of the run, it is a separate finding."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
@@ -397,7 +403,7 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Describe what is left of the mismatch if no explanation predicts it and no place confines it."""
+    """Describe a mismatch that no explanation predicts and no place confines."""
     off = nobodys(data)
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
