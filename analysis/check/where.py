@@ -87,7 +87,13 @@ FEATURES = {
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
     "version": "the policy version that sampled the sequence",
+    "version_a": "the policy version that pass a scored the sequence with",
+    "version_b": "the policy version that pass b scored the sequence with",
     "lag": "the number of updates between trainer and engine",
+    "writer": "the writer",
+    "contract": "the contract",
+    "forward_row": "the row index in the forward pass",
+    "pad_left": "the left padding",
     "row": "the index of the row in its step",
     "group_rank": "the index of the row in its group",
     "group_id": "the group id",
@@ -101,7 +107,8 @@ FEATURES = {
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name."""
+"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass to features of one
+pass."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:

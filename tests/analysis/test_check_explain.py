@@ -168,8 +168,8 @@ def test_one_wrong_token_of_117_is_not_valid_and_has_its_position(tmp_path):
     (first,) = found.findings
     assert (found.is_valid, first.code) == (False, "unexplained")
     assert [first.numbers[name] for name in ("num_tokens", "of_tokens", "position", "seq_id")] == [1, 117, 17, "y"]
-    assert "position 17 of sequence 'y' of step 1" in evidence_text(first)
-    assert checked_text(found).startswith("NOT VALID, engine or trainer is wrong")
+    assert "position 17 of sequence 'y' at step 1" in evidence_text(first)
+    assert checked_text(found).startswith("NOT VALID, the engine or the trainer is wrong")
 
 
 # --- The computation --------------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_a_judged_kind_says_how_probable_it_is_why_and_what_else_it_may_be(tmp_p
     assert 0.5 < first.numbers["probability"] <= 1
     assert first.weight == first.numbers["probability"]
     assert REASONS[first.numbers["reason_0"]]
-    assert evidence_text(first).startswith(f"{first.numbers['probability']:.0%} probable; typical causes: ")
+    assert evidence_text(first).startswith(f"probability {first.numbers['probability']:.0%}; typical causes: ")
 
 
 def test_values_of_one_step_say_the_step(tmp_path):
