@@ -48,14 +48,15 @@ class CheckResult(Result):
     num_tokens: int
     """Number of tokens included in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Number of these tokens that were inspected one by one; the remaining ones contribute only to sums over the run."""
+    """Number of these tokens that were inspected one by one; the remaining ones contribute only to sums over the
+    run."""
     rms_d: float
     """Root mean square of d over the compared tokens, nats."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens explained by each finding, by rounding, and by nothing. If several findings cover a token,
-    the first one counts."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. If several findings cover a
+    token, the first one counts."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics; they do not affect the comparison."""
     notes: tuple[str, ...] = ()
@@ -82,8 +83,8 @@ def check(
 
     Each fault is reported with evidence, its effect in nats, the share of affected tokens, and a command that confirms
     it. The check uses sums over the whole run and inspects the tokens of a sample of steps one by one. `steps` (3:80,
-    -10:, 2:200:2) restricts the check to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start
-    one) whose actors compute the sums.
+    -10:, 2:200:2) restricts the check to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`,
+    or `local` to start one) whose actors compute the sums.
 
     Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if
     part of the trace is missing or unreadable, unless `partial` is set.
@@ -158,7 +159,8 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain
+    none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

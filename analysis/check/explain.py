@@ -67,21 +67,22 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. By chance, one run in 100,000
-reaches it."""
+"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. By chance, one run in
+100,000 reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves a smaller share of the mismatch than this unexplained competes only with others that predict
-values."""
+"""An explanation that leaves a smaller share of the mismatch than this unexplained competes only with others that
+predict values."""
 MIN_FIRST = 0.6
 """Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
 occurs."""
 MIN_LIKELY = 0.4
 """Minimum probability of a kind for it to be reported in addition to the location of the tokens."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all tokens."""
+"""Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all
+tokens."""
 _MAX_PARTS = 3
 """Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
@@ -191,8 +192,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if it covers only part of the tokens and nearly all of them that exceed rounding are
-    at that place."""
+    """Add a place to the first finding if it covers only part of the tokens and nearly all of them that exceed rounding
+    are at that place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -293,8 +294,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or one with fewer parameters and at least half of that gain; None if
-    the gain is too small."""
+    """Return the explanation with the largest gain, or one with fewer parameters and at least half of that gain; None
+    if the gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -369,7 +370,8 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place that it is confined to. If the place is part of the run, it is a separate finding."""
+    """Return the cause and the place that it is confined to. If the place is part of the run, it is a separate
+    finding."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)

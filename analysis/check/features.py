@@ -114,8 +114,8 @@ def _moved(data: PairData) -> np.ndarray:
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return by how much the log mismatch of the tokens `inside`, [K] bool, is larger in the first third of sequences than
-    in the last third, in standard errors.
+    """Return by how much the log mismatch of the tokens `inside`, [K] bool, is larger in the first third of sequences
+    than in the last third, in standard errors.
 
     The effect of a different or cached prompt fades along the response, but the effect of different weights does not.
     """
@@ -133,7 +133,8 @@ def fades(data: PairData, inside: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) after subtracting its means per token id and per step; 0 if there are too few tokens."""
+    """Statistics of log(|d| / (1 - p)) after subtracting its means per token id and per step; 0 if there are too few
+    tokens."""
 
     persistence: float
     """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""

@@ -126,10 +126,11 @@ class Fault:
 # --- Explanations of a mismatch and their fit
 
 FALSE_SHARE = 1e-3
-"""Expected false discovery rate among the tokens whose d is judged larger than rounding (Benjamini and Hochberg, 1995)."""
+"""Expected false discovery rate among the tokens whose d is judged larger than rounding (Benjamini and Hochberg,
+1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution that models rounding errors. Its tails are at least as heavy as those
-of healthy runs."""
+"""Degrees of freedom of the Student t distribution that models rounding errors. Its tails are at least as heavy as
+those of healthy runs."""
 MAX_FLIP_NATS = 3.0
 """Largest logit error, nats, that is attributed to a different choice of experts if the model is not known to have
 experts. `spread` is used instead if it is larger."""

@@ -154,7 +154,8 @@ class PairData:
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean of the token id, so that only the effect of a token's location is left."""
+        """[K] `level` minus the shrunken mean of the token id, so that only the effect of a token's location is
+        left."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -225,10 +226,10 @@ in float32 differ by more than float32 rounding, because their kernels round the
 8 billion parameters).
 """
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`. `spread` is a factor because large
-logits have large errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models of up to
-130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very
-sharp policies."""
+"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`. `spread` is a factor because
+large logits have large errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an
+H100 (models of up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and
+up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
@@ -238,9 +239,9 @@ PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
 _SMALLEST_NATS = 8.0
 """Assumed error of the smallest probability on a grid, nats."""
 MAX_EXCESS = 2.5
-"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the
-classifier decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random
-policies, 99% stay below it, and the largest reaches 3.5."""
+"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier
+decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies,
+99% stay below it, and the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds, nats."""
 FLOOR_NATS = 1e-5
@@ -314,8 +315,8 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, `steps of` some
-    size, or `probabilities in steps of` a fraction; None if too few are informative.
+    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, `steps of`
+    some size, or `probabilities in steps of` a fraction; None if too few are informative.
 
     If 95% of the values fit both a dtype and a grid, the dtype is returned unless the grid has less than half as many
     points.

@@ -37,8 +37,8 @@ UNSAMPLED_NATS = -3.0
 """A token is unlikely if logprob + entropy is below this, nats. In a model with flat-tailed
 distributions, 5% of the sampled tokens are unlikely."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens to conclude that they were not sampled. In healthy runs, fewer than 2% of
-the sequences have that many."""
+"""Minimum number of consecutive unlikely tokens to conclude that they were not sampled. In healthy runs, fewer than 2%
+of the sequences have that many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 

@@ -20,8 +20,8 @@ _DATA = "rewards, advantages and groups (these do not affect the comparison of l
 NOTES: Mapping[str, str] = {
     "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding; record more "
     "sequences",
-    "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from its values; to "
-    "record them, use `tim-trace record` or call Recorder.add_contract",
+    "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from "
+    "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
     "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
     "sampled cannot be detected",
     "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the direction of the mismatch",

@@ -37,8 +37,8 @@ MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
 """Minimum number of rows in which a mismatch begins partway for searching for token ids that trigger it."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between such an id and the first visibly wrong token. A gap is allowed because nearly certain
-tokens can mask the onset."""
+"""Maximum number of tokens between such an id and the first visibly wrong token. A gap is allowed because nearly
+certain tokens can mask the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class Where:
     feature: str
     """A key of FEATURES, or a feature with a number or a side in its name."""
     kind: Kind
-    """How the feature selects tokens: `from` a value on, `before` a value, `one_of` some values, or `is` for a boolean."""
+    """How the feature selects tokens: `from` a value on, `before` a value, `one_of` some values, or `is` for a
+    boolean."""
     values: tuple[Any, ...]
     """The threshold, or the values; empty for `is`."""
     inside: np.ndarray

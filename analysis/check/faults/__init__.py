@@ -31,7 +31,8 @@ ALL = (
 )  # fmt: skip
 
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
-"""Fault code -> title. With any of these faults, differences between the passes are not a measure of numerical error."""
+"""Fault code -> title. With any of these faults, differences between the passes are not a measure of numerical
+error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
 """Code of a fault-free verdict -> title."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)

@@ -52,8 +52,8 @@ author's kinds is left out of the fit at a time."""
 CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, for reporting which side's weights are behind."""
 CLEAR_FADE = 4.0
-"""Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45 runs
-with stale or quantised weights that this bound was chosen on, the decline is at most 2.7."""
+"""Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45
+runs with stale or quantised weights that this bound was chosen on, the decline is at most 2.7."""
 TAIL_RATIO = 10.0
 """Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches 6 to 8."""
 
@@ -63,8 +63,8 @@ COMPUTATION = Fault(
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), but "
         + SIZE,
         "judged": judged(
-            "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft cap, "
-            "expert or precision"
+            "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
+            "cap, expert or precision"
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
@@ -102,8 +102,8 @@ ONSET = Fault(
     code="position_onset", title="the mismatch begins inside sequences", broken="computation",
     evidence={
         "judged": judged(
-            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during "
-            "sampling"
+            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update "
+            "during sampling"
         )
     },
     words={"judged": judged_words},
@@ -111,8 +111,8 @@ ONSET = Fault(
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
-        "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median "
-        "({bulk:.2g} nats in the logit); for these, the two sides' routers chose different experts"
+        "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the "
+        "median ({bulk:.2g} nats in the logit); for these, the two sides' routers chose different experts"
     },
     words={
         "router_tail": lambda n: {
@@ -143,7 +143,8 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return an explanation for each place described by a feature in _CONTEXT. Its kind is implied by the place or fitted."""
+    """Return an explanation for each place described by a feature in _CONTEXT. Its kind is implied by the place or
+    fitted."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -156,7 +157,8 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, confined to `place` if given, and the next one if it is likely enough."""
+    """Return the most probable kind of the mismatch, confined to `place` if given, and the next one if it is likely
+    enough."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -294,8 +296,8 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in a mixture of experts: most tokens agree within rounding, and a few differ by far more, in both
-    directions. `off`, [K] bool, marks the tokens that rounding does not explain."""
+    """Detect router flips in a mixture of experts: most tokens agree within rounding, and a few differ by far more, in
+    both directions. `off`, [K] bool, marks the tokens that rounding does not explain."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -371,8 +373,8 @@ BOUNDARY = Fault(
 SUBSET = Fault(
     code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
     evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the rest "
-        "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
+        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the "
+        "rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
     words={
         "column": lambda n: {
@@ -383,7 +385,8 @@ SUBSET = Fault(
 
 
 def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch if all affected tokens are at the same place in their sequence, or have or follow certain ids."""
+    """Explain the mismatch if all affected tokens are at the same place in their sequence, or have or follow certain
+    ids."""
     found = []
     for place in where:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
@@ -422,7 +425,8 @@ def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch if it is concentrated in one engine, rank, policy version, setting, prompt or range of steps."""
+    """Explain the mismatch if it is concentrated in one engine, rank, policy version, setting, prompt or range of
+    steps."""
     found = []
     for place in where:
         rows = np.unique(data.seq[place.inside])
@@ -481,8 +485,8 @@ ROUNDING = Fault(
 TOO_FEW = Fault(
     code="too_few", title="too few tokens", broken=None,
     evidence={
-        "too_few": "only {num_tokens:,} comparable tokens; with fewer than {least:,}, only missing values, bitwise equality and gross "
-        "errors are checked, so record more sequences"
+        "too_few": "only {num_tokens:,} comparable tokens; with fewer than {least:,}, only missing values, bitwise "
+        "equality and gross errors are checked, so record more sequences"
     },
 )  # fmt: skip
 
@@ -508,8 +512,8 @@ def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
 UNEXPLAINED = Fault(
     code="unexplained", title="some tokens differ by more than rounding, and no known cause explains them", broken="computation",
     evidence={
-        "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most {largest:.3g}, more than "
-        "rounding in {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
+        "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most "
+        "{largest:.3g}, more than rounding in {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
     words={
         "off": lambda n: {"dtypes": dtypes_text(n), **_where(n)}

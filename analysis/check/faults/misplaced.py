@@ -1,7 +1,8 @@
 """Values recorded at the wrong tokens. A placement maps each token to the token where its value was recorded, and is
 judged by the mismatch that is left.
 
-Shapes: S sequences (rows), R selected rows, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive tokens.
+Shapes: S sequences (rows), R selected rows, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive
+tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ CAP_NATS = 3.0
 MIN_OFF_NATS = 0.05
 """Minimum mean |d| of a row, nats, for it to be compared with other rows or positions."""
 MIN_SHIFTED = 0.6
-"""Minimum share of the mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
-cannot be realigned."""
+"""Minimum share of the mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its
+length cannot be realigned."""
 REALIGNED_SHARE = 0.35
 """Maximum share of the difference that a shift or reversal may leave. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
@@ -36,7 +37,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 """Lengths, in tokens, of the chunks that may be reversed."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of the difference that may remain after a row is paired with a different one. A chance match leaves a third."""
+"""Maximum share of the difference that may remain after a row is paired with a different one. A chance match leaves a
+third."""
 MAX_PAIRED_ROWS = 64
 """Maximum number of rows per step for which a partner is searched."""
 CHANCE_TRIALS = 4
@@ -64,7 +66,7 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
     blocks = (
         "blocks of the same row are in the wrong order, as if the chunks of a context-parallel row had been joined wrongly "
-        f"({numbers['num_offsets']:,} different displacements, most often {numbers['offset']:+,} tokens)"
+        f"(number of different displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
     )
     return {"order_text": f"they belong to different rows, {steps}" if numbers["order"] == "rows" else blocks}
 
@@ -95,16 +97,17 @@ SHIFT = Fault(
             "reversed": "one side's values are in reverse order",
             "lost": "some of one side's values are missing, and later values have moved up"},
     evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted relative to {a}, by different numbers of "
-        "tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per token, but by {unmoved:.2g} as recorded; "
-        "each row is shifted {counted_text}",
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted relative to {a}, by "
+        "different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per "
+        "token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
-        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it differs from {a} "
-        "by {moved:.2g} nats on average",
+        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it "
+        "differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on average, they differ from "
-        "the other side's value for that token by {moved:.2g} nats, and for their own token by {size:.2g}",
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
+        "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
+        "by {size:.2g}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
@@ -115,12 +118,12 @@ RETOKENISED = Fault(
     evidence={
         "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
         "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
-        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that token on: "
-        "the two sides scored different tokens",
+        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that "
+        "token on: the two sides scored different tokens",
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(
-    code="row_pairing", title="rows of one side belong to different sequences", broken="recording",
+    code="row_pairing", title="some rows of one side belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
     evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
@@ -128,8 +131,8 @@ MISPLACED = Fault(
     code="misplaced", title="one side's values belong to different tokens: blocks or rows are in the wrong order",
     broken="recording", words={"found_elsewhere": _order_words},
     evidence={
-        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within {residual:.2g} nats on "
-        "average; as recorded, they differ by {size:.2g} nats: {order_text}",
+        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within "
+        "{residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order_text}",
     },
 )  # fmt: skip
 
@@ -143,7 +146,8 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that pass b (a if `of_a`) has the values of `tokens` at the tokens `source`, [K] index or -1."""
+    """Return the hypothesis that pass b (a if `of_a`) has the values of `tokens` at the tokens `source`, [K] index or
+    -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
@@ -216,8 +220,8 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return which quantity the sizes of the shifts equal, such as `padding of 8` or `place of 8` in blocks of 8 rows, or
-    `padding of step`; empty if none."""
+    """Return which quantity the sizes of the shifts equal, such as `padding of 8` or `place of 8` in blocks of 8 rows,
+    or `padding of step`; empty if none."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -346,8 +350,8 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
 
 
 def _lost(data: PairData, index: np.ndarray, lags: np.ndarray) -> dict[str, Number]:
-    """Return the numbers of the fault `lost` if the rows, [R, T], lack as many values as they are shifted by and end with a
-    filler; empty otherwise."""
+    """Return the numbers of the fault `lost` if the rows, [R, T], lack as many values as they are shifted by and end
+    with a filler; empty otherwise."""
     usual = np.array([np.bincount(row[row != 0] - LAGS[0]).argmax() + LAGS[0] for row in lags])
     values, counts = np.unique(usual, return_counts=True)
     lag = int(values[counts.argmax()])

@@ -20,7 +20,8 @@ them."""
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one id."""
+"""Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one
+id."""
 _SHARED_FACTOR = 10
 """Minimum ratio of the number of contexts in which both passes have a placeholder to that for a nearby value."""
 _REPEATED_FACTOR = 3
@@ -40,17 +41,19 @@ _EVIDENCE = {
     "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
-    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and different "
-    "contexts, far more often than any nearby value",
-    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} "
-    "tokens has {what} over its sequence instead of its logprob",
+    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
+    "different contexts, far more often than any nearby value",
+    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
+    "{num_tokens:,} tokens has {what} over its sequence instead of its logprob",
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
-    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
-    "{differing}: {copied_text}",
-    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but differ at {share_before:.0%} of the "
-    "earlier tokens, with the same contracts: from that step on, one is a copy of the other",
-    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of such tokens, but has "
-    "logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token {late}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts "
+    "name {differing}: {copied_text}",
+    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
+    "differ at {share_before:.0%} of the earlier tokens, with the same contracts: from that step on, one is a copy of "
+    "the other",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
+    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token "
+    "{late}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
     "contracts name {differing}: in these rows, one pass is a copy of the other",
 }
@@ -194,7 +197,8 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded entropies.
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded
+    entropies.
 
     For sampled tokens, logprob + entropy is 0 on average. The entropy rises after an improbable token, so improbable
     tokens rarely follow each other.
@@ -260,7 +264,8 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         num = min(len(np.unique(kind)) for kind in kinds)
         if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
             return False
-        # With 16-bit logits, values repeat: if only two tokens are likely and their logits differ by 1, one has -0.3133.
+        # With 16-bit logits, values repeat: if only two tokens are likely and their logits differ by 1, one has
+        # -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
     # A logprob of 0 is correct for certain tokens and for tokens that are alone in their nucleus.
@@ -331,8 +336,8 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how many of the tokens `where` would share the value without a fault, at least 1."""
     if value == 0.0:
-        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy is
-        # that of the unfiltered distribution.
+        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy
+        # is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         inside = where[data.keep]
@@ -353,7 +358,8 @@ def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: floa
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """Detect that one pass has a single value, such as a mean or a sum, for all tokens of a sequence, unlike the other pass."""
+    """Detect that one pass has a single value, such as a mean or a sum, for all tokens of a sequence, unlike the other
+    pass."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
         spread = _spreads(data, values)
         asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)

@@ -41,11 +41,11 @@ def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
 TEMPERATURE = Fault(
     code="temperature", title="temperature on one side only", broken="recording",
     evidence={
-        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and {largest:.3g}), which "
-        "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows ({num_values} "
-        "different ones, {least:g} to {largest:g}): {side} applies the temperature of each row, but {other} applies the same one to "
-        "all rows",
+        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
+        "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
+        "({num_values} different ones, {least:g} to {largest:g}): {side} applies the temperature of each row, but "
+        "{other} applies the same one to all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
     causes={"scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
@@ -60,13 +60,15 @@ TRUNCATION = Fault(
         "masked": "one side cuts off tokens that the other side sampled, as if it applied top-p, top-k or min-p to its own logits",
     },
     evidence={
-        "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: {num_ids:,}), where "
-        "{other} has {other_mean:.3g} nats on average: {side} forbids these ids, but sampling allowed them",
-        "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} sequences, where {other} "
-        "has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere): {side} masks improbable tokens that sampling kept",
-        "kept_mass": "{side}'s logprobs are never below {other}'s: they were renormalised over the tokens that sampling "
-        "kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at the "
-        "lowest{recorded_text}",
+        "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: "
+        "{num_ids:,}), where {other} has {other_mean:.3g} nats on average: {side} forbids these ids, but sampling "
+        "allowed them",
+        "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} "
+        "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere): {side} masks "
+        "improbable tokens that sampling kept",
+        "kept_mass": "{side}'s logprobs are never below {other}'s: they were renormalised over the tokens that "
+        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at "
+        "the lowest{recorded_text}",
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
@@ -74,9 +76,9 @@ SMOOTHED = Fault(
     code="smoothed", title="one side's logprobs are mixed with their mean over the vocabulary, as in label smoothing",
     broken="recording",
     evidence={
-        "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the difference is "
-        "{mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for each nat by which the logprob is "
-        "lower, as with label smoothing of {smoothing:.3g}"
+        "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the "
+        "difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for "
+        "each nat by which the logprob is lower, as with label smoothing of {smoothing:.3g}"
     },
 )  # fmt: skip
 PADDED_VOCABULARY = Fault(
@@ -85,18 +87,19 @@ PADDED_VOCABULARY = Fault(
     "lacks",
     broken="computation",
     evidence={
-        "lost_mass": "{side}'s logprobs are never above {other}'s: {side} gives {lost_mass:.3g} of its probability to ids "
-        "that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, or a "
-        "vocabulary shard that {other} lacks"
+        "lost_mass": "{side}'s logprobs are never above {other}'s: {side} gives {lost_mass:.3g} of its probability to "
+        "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
+        "or a vocabulary shard that {other} lacks"
     },
 )
 GRAMMAR = Fault(
     code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens",
     broken="recording",
     evidence={
-        "allowed_tokens": "{side} was sampled under a grammar (structured outputs), so its softmax covers only the allowed "
-        "tokens, but {other}'s covers all tokens; of the {of_tokens:,} tokens sampled under a grammar, {num_tokens:,} have a "
-        "logprob that is higher in {side} by more than rounding (at most {largest:.3g} nats), and {num_lower:,} have a lower one"
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs), so its softmax covers only the "
+        "allowed tokens, but {other}'s covers all tokens; of the {of_tokens:,} tokens sampled under a grammar, "
+        "{num_tokens:,} have a logprob that is higher in {side} by more than rounding (at most {largest:.3g} nats), "
+        "and {num_lower:,} have a lower one"
     },
 )  # fmt: skip
 PENALTY = Fault(
@@ -104,19 +107,22 @@ PENALTY = Fault(
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a repetition, presence or "
-        "frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs change by {mean_repeated:+.2g} nats on average at "
-        "repeated tokens and by {mean_new:+.2g} at new ones){recorded_text}",
-        "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all others "
-        "({mean_rest:+.2g}), as with a logit bias or a token filter",
-        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same difference of logprobs; of "
-        "{num_pairs:,} such pairs, they agree in {num_equal:,} and disagree by {bias:.3g} nats in {num_shifted:,}, so one side shifts the "
-        "logits of some tokens, as with a logit bias or a penalty",
+        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a "
+        "repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs "
+        "change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new "
+        "ones){recorded_text}",
+        "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
+        "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
+        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same difference "
+        "of logprobs; of {num_pairs:,} such pairs, they agree in {num_equal:,} and disagree by {bias:.3g} nats in "
+        "{num_shifted:,}, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
-        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages "
-        "to {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at a different temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
-        "temperature, filter or penalty that neither pass has, or neither pass is in nats{recorded_text}",
+        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
+        "logprob + entropy averages to {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
+        "a different temperature or with a filter",
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: "
+        "sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
+        "nats{recorded_text}",
     },
     words={
         "repeated": _recorded_penalty,
@@ -157,7 +163,8 @@ class ScaleFit:
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """The scale is fitted with either side as the reference. `lowest` to `highest` is the range, plus two standard errors."""
+    """The scale is fitted with either side as the reference. `lowest` to `highest` is the range, plus two standard
+    errors."""
     r2: float
     """Share of the variance of d that the scale explains, for the reference with the smaller share."""
     score: float
@@ -220,7 +227,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
             there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
             fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
             break
-    # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log k.
+    # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log
+    # k.
     odds = [log_odds(x) for x in (data.a, data.b)]
     with np.errstate(invalid="ignore"):
         off = odds[1] - odds[0]
@@ -343,7 +351,8 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this, nats, are placeholders such as -100 or -9999, because no sampled token has a probability of 1e-35."""
+"""Values below this, nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
+1e-35."""
 
 
 MIN_ONE_SIDED = 0.6
@@ -356,8 +365,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Explain larger differences that nearly all have the same sign. The mean of exp(-|d|) over sampled tokens is then
     the probability mass that both passes share.
 
-    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens differ by far
-    more, one side computes them wrongly.
+    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens differ by
+    far more, one side computes them wrongly.
     """
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
@@ -369,7 +378,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
     wrong = float(np.mean(other[large])) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
-    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite
+    # direction.
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
@@ -445,8 +455,8 @@ def _is_cut(data: PairData, raised: str) -> bool:
     """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
-    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token that is alone in its nucleus
-    has a logprob of 0.
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token that is alone in its
+    nucleus has a logprob of 0.
     """
     if recorded_filter(data):
         return True
@@ -572,8 +582,8 @@ def _repeated(data: PairData) -> list[Hypothesis]:
 
 @once
 def _informative_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return a mask, [K], of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids of the
-    informative tokens, with the index of each token's id."""
+    """Return a mask, [K], of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids
+    of the informative tokens, with the index of each token's id."""
     known = (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB)
     ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     return known, log_odds(data.a), log_odds(data.b), ids, place

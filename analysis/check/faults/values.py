@@ -54,8 +54,8 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that may be left after conversion, for
-a known unit and for a fitted function."""
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that may be left after conversion,
+for a known unit and for a fitted function."""
 
 MIN_MONOTONE = 0.98
 """Minimum rank correlation for a function that is not a known unit."""
@@ -71,8 +71,9 @@ UNIT = Fault(
     code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording",
     causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
     evidence={
-        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats in either direction, and at no token by "
-        "more: one side was clamped to within {limit:.6g} nats of the other, which hides the mismatch",
+        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats in "
+        "either direction, and at no token by more: one side was clamped to within {limit:.6g} nats of the other, "
+        "which hides the mismatch",
         "other_unit": "{side} contains {unit_text}: leaving out the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
@@ -83,8 +84,8 @@ LOW_PRECISION = Fault(
     evidence={
         "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
         "rounded_values": "every logprob of {side} is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
-        "computed or stored in low precision",
+        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head "
+        "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
 )  # fmt: skip
@@ -101,28 +102,28 @@ def _grid_text(precision: str) -> str:
 
 _SAMPLED = {
     "unknown": ": they belong to different tokens, in an unknown order, or to different models",
-    "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in {other}: {side} "
-    "scored different tokens or a different text, or one side's weights are broken",
+    "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
+    "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
     "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} contains something else",
-    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
-    "distribution, so one side has broken weights or scored different text",
+    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from "
+    "its distribution, so one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
     evidence={
         "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the "
         "{num_tokens:,} sampled tokens",
-        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: {side} contains "
-        "the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
-        "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, {side} has equal "
-        "values although {other} does not: {side} contains a property of the distribution, such as its entropy or largest "
-        "logprob, not the logprobs of the sampled tokens",
+        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: "
+        "{side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
+        "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, "
+        "{side} has equal values although {other} does not: {side} contains a property of the distribution, such as "
+        "its entropy or largest logprob, not the logprobs of the sampled tokens",
         "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
         "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
-        "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} nats on "
-        "average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): the values belong "
-        "to different tokens",
+        "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
+        "nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): "
+        "the values belong to different tokens",
         "judged": judged("values that were stored, gathered or modified incorrectly"),
     },
     words={
@@ -385,7 +386,8 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
-    """Explain d if one pass contains a property of the distribution, such as its negative entropy or largest logprob."""
+    """Explain d if one pass contains a property of the distribution, such as its negative entropy or largest
+    logprob."""
     return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
 
 
@@ -487,8 +489,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect that the tokens `off`, [K] bool, have values of different tokens: they are uncorrelated with the other pass,
-    above it as often as below, and have the same spread as all values."""
+    """Detect that the tokens `off`, [K] bool, have values of different tokens: they are uncorrelated with the other
+    pass, above it as often as below, and have the same spread as all values."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -1,4 +1,5 @@
-"""Weights that differ between trainer and engine, as recorded or as inferred from a mismatch that grows with updates."""
+"""Weights that differ between trainer and engine, as recorded or as inferred from a mismatch that grows with
+updates."""
 
 from __future__ import annotations
 
@@ -49,19 +50,20 @@ WEIGHTS = Fault(
     code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
     broken="engine",
     evidence={
-        "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of {of_tensors:,} tensors at "
-        "version {trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, starting at "
-        "version {first_version}",
-        "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of {of_sequences:,} "
-        "sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
+        "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of "
+        "{of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of "
+        "{of_versions:,} versions, starting at version {first_version}",
+        "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
+        "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
         "contract": "only the contract of {side} sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "follows_advantages": "the mismatch of a sequence follows the sequence's own advantage (correlation {correlation:.2f} over "
-        "{num_sequences:,} sequences): {side} used the weights from after the update on this batch",
+        "follows_advantages": "the mismatch of a sequence follows the sequence's own advantage (correlation "
+        "{correlation:.2f} over {num_sequences:,} sequences): {side} used the weights from after the update on this "
+        "batch",
         "judged": judged(
-            "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different version; or "
-            "trainer logprobs from the reference model or from after the update"
+            "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
+            "version; or trainer logprobs from the reference model or from after the update"
         ),
     },
     words={"engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words},
