@@ -40,7 +40,6 @@ def far_tokens(data: PairData) -> Advice:
 
 
 def row(data: PairData, number: int) -> Advice:
-    """List the tokens of one sampled sequence, given its index."""
     name = data.sample.seq_ids[number].replace("'", "''")
     return tokens(data, f"step = {int(data.sample.steps[number])} AND seq_id = '{name}'", "position")
 
@@ -102,7 +101,6 @@ def by_column(data: PairData, column: str) -> Advice:
 
 
 def weights_replay(data: PairData) -> Advice:
-    """Replay with the weights from one update earlier and with quantised weights, then diagnose the run."""
     known = data.sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
@@ -128,17 +126,14 @@ def triangulate(data: PairData, dtype: str | None) -> Advice:
 
 
 def locate(data: PairData, against: str) -> Advice:
-    """Compare one step as recorded with a replay under the options `against`."""
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Command that records a run together with the weights that a replay needs."""
 
 
 def supply(data: PairData) -> str:
-    """Return the command that attaches weights to an imported trace, or records a new run with them."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
 
 

@@ -84,7 +84,6 @@ CLEAR_RATIO = 20.0
 """Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all
 tokens."""
 _MAX_PARTS = 3
-"""Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood: those that explain most of the variance of `level`."""
 
@@ -96,7 +95,6 @@ _VALUES = (
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations in which one side is a fixed function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
-"""Explanations confined to one place."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -118,7 +116,6 @@ _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
 
 
 def _by_precision(data: PairData) -> list[PairData]:
-    """Split the sequences by the dtypes and quantisation that their contracts declare, largest part first."""
     names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
     precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
     kinds = np.array([str(precision[each]) for each in names])[data.seq]
@@ -225,7 +222,6 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Append the findings whose code and cause are new."""
     known = {(each.code, each.cause) for each in found}
     return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
 
@@ -286,7 +282,6 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _is_part(place: Finding) -> bool:
-    """Return True if a place only divides the run and is not itself a cause."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     is_wide = place.code == BOUNDARY.code and place.share > 0.15
     is_cause = place.code in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code) or place.numbers.get("cause") == "ids"
@@ -361,7 +356,6 @@ def is_excessive(data: PairData) -> bool:
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the overall level exceeds rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
@@ -405,7 +399,6 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Describe a mismatch that no explanation predicts and no place confines."""
     off = nobodys(data)
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
@@ -417,14 +410,12 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that best matches the tokens `off`, [K] bool, if they overlap by more than half."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> list[Finding]:
-    """Classify a mismatch that no place confines, most probable kind first."""
     if weights_agree(data):
         return [equal_weights(data)]
     return find_after_update(data) or find_earlier_growth(data) or find_kinds(data)

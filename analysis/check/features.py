@@ -244,7 +244,6 @@ class RepeatedTokens:
     a: float
     """Rms difference between values of pass a, as a logit error, nats."""
     b: float
-    """The same difference for pass b."""
     d: float
     """Rms of d at these tokens, as a logit error, nats."""
 
@@ -255,7 +254,6 @@ class RepeatedTokens:
 
 @once
 def repeats(data: PairData) -> RepeatedTokens:
-    """Compare each token with the previous one that has the same prefix and id in the same step."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
@@ -287,8 +285,6 @@ def not_repeatable(data: PairData) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MismatchGrowth:
-    """Mismatch at the first step and at later ones."""
-
     first: float
     """Median logit error at the first step, nats."""
     later: float
@@ -365,7 +361,6 @@ def sampled_score(data: PairData, side: str) -> float:
 
 
 def sampled_mean(data: PairData, side: str) -> float:
-    """Return the mean of a side's logprob + entropy, nats; NaN without entropies."""
     entropy = getattr(data.sample, side).entropy
     return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
 
@@ -402,7 +397,6 @@ REASONS: dict[str, tuple[str, str]] = {
 # --- The fitted model and its evidence
 
 NO_FAULT = "rounding"
-"""Kind that is not a fault."""
 MAX_DISTANCE = 4.0
 """Bound on a standardised feature. Beyond it, a run resembles none of the runs that the model was fitted to."""
 
@@ -424,10 +418,8 @@ class Model:
     coefficients: np.ndarray
     """[C, F], for standardised features."""
     intercept: np.ndarray
-    """[C]"""
 
     def distances(self, measured: dict[str, float]) -> np.ndarray:
-        """Return the standardised features, [F], clipped to MAX_DISTANCE."""
         values = np.array([measured[name] for name in self.features])
         return np.asarray(np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE))
 
@@ -446,7 +438,6 @@ def model() -> Model:
 
 @once
 def probabilities(data: PairData) -> dict[str, float]:
-    """Return the probability of each kind, including rounding, most probable first."""
     found = model().probabilities(features(data))
     return {model().kinds[at]: float(found[at]) for at in np.argsort(-found, kind="stable")}
 
@@ -466,12 +457,10 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
 
 
 def judged(hint: str) -> str:
-    """Return the evidence template for a kind that the model chose; `hint` lists typical causes."""
     return "probability {probability:.0%}; " + implied(hint)
 
 
 def implied(hint: str) -> str:
-    """Return the evidence template for a kind that the location of the tokens implies."""
     return _IMPLIED.replace("HINT", hint)
 
 
@@ -497,7 +486,6 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtypes_text(numbers: Mapping[str, Any]) -> str:
-    """Return the dtypes of both sides, `dtype_a` and `dtype_b`, as text."""
     one, other = numbers["dtype_a"], numbers["dtype_b"]
     if one == other:
         return "unknown dtypes" if one is None else f"{one} on both sides"

@@ -88,7 +88,6 @@ class Fault:
     title: str
     """Short description, in lower case."""
     broken: Broken | None
-    """What to fix; None for a fault-free verdict."""
     evidence: Mapping[str, str]
     """Signal -> sentence template, filled with the numbers of the finding."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
@@ -150,12 +149,9 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fit of residuals as a mixture of rounding and unexplained errors."""
-
     sigma: float
     """Scale of the rounding error of a logit, nats."""
     log_likelihood: float
-    """Log likelihood of all residuals, nats."""
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
@@ -185,7 +181,6 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
 
 @once
 def scored(data: PairData) -> np.ndarray:
-    """Return a mask, [K] bool, of the tokens on which explanations are compared."""
     rows = np.unique(data.seq)
     every = -(-data.num_kept // MAX_SCORED_TOKENS)
     return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
@@ -258,8 +253,6 @@ CLAIM_NATS = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """An explanation of the mismatch at some tokens."""
-
     finding: Finding
     tokens: np.ndarray
     """[N] bool: tokens that it explains if it is accepted."""
@@ -272,7 +265,6 @@ class Hypothesis:
     right: np.ndarray | None = None
     """[N] d after correcting the fault, e.g. by moving values or converting units; None if it cannot be corrected."""
     place: Where | None = None
-    """Place that the explanation is confined to."""
     beside: Finding | None = None
     """Finding that describes the place, if the explanation covers only the values at that place."""
 

@@ -34,8 +34,6 @@ TOKEN_SHRINKAGE = 10.0
 
 @dataclass(kw_only=True)
 class PairData:
-    """Data that a detector can use."""
-
     trace: str
     steps: str = ALL_STEPS
     """The `steps` option as given."""
@@ -44,18 +42,13 @@ class PairData:
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
-    """Contract hash -> contract."""
     passes: list[str]
-    """All passes in the trace that have logprobs."""
     has_weights: bool
     is_import: bool
     """True if the trace was imported from another tool's files."""
     model: dict[str, Any]
-    """Recorded description of the trained model."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Training attempts; empty if there was only one."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
-    """Comparison of the engine's weights with the trainer's, by digest."""
     first: tuple[int, float] | None = None
     """First step of the run and the rms of d there, nats; None if that step is among the selected ones."""
     keep: np.ndarray
@@ -166,7 +159,6 @@ class PairData:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Results that `once` has cached."""
         return {}
 
     @property
@@ -174,7 +166,6 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        """Return the root mean square of d over the kept tokens, or those in `where`, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
@@ -190,8 +181,6 @@ class PairData:
 
 
 def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
-    """Cache the result of a function for each PairData."""
-
     @wraps(work)
     def known(data: PairData) -> Value:
         if known not in data.memo:
@@ -203,7 +192,6 @@ def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
 
 
 def declared(contract: Contract, *path: str) -> Any:
-    """Return the value at a nested path in a contract, or None."""
     value: Any = contract
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -237,7 +225,6 @@ _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
 """Numbers of equal steps from probability 0 to 1 that are tried as grids."""
 _SMALLEST_NATS = 8.0
-"""Assumed error of the smallest probability on a grid, nats."""
 MAX_EXCESS = 2.5
 """Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier
 decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies,
@@ -294,7 +281,6 @@ def precisions(data: PairData) -> tuple[Precision, Precision]:
 
 
 def coarsest(data: PairData) -> dict[str, str | None]:
-    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
     return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
 
 
@@ -452,7 +438,6 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
 
 @once
 def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of pairs of kept tokens with different ids in the same context and step."""
     keys = data.sample.prefix_keys[data.keep]
     steps = data.sample.steps[data.seq]
     tokens = data.sample.tokens[data.keep]

@@ -53,7 +53,6 @@ class PairSums:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with a finite logprob in both passes."""
         return int(self.columns["num_tokens"].sum())
 
     @property
@@ -118,8 +117,6 @@ def _sums_of_rows(names: tuple[str, ...], rows: pa.RecordBatch) -> dict[str, np.
 
 @dataclass(kw_only=True)
 class PassSample:
-    """Values of one pass for the sampled tokens."""
-
     name: str
     logprobs: np.ndarray
     """[N] float64, nats; NaN where missing."""
@@ -141,8 +138,6 @@ class PassSample:
 
 @dataclass(kw_only=True)
 class Sample:
-    """Tokens from a sample of steps, with the values of two passes."""
-
     a: PassSample
     b: PassSample
     tokens: np.ndarray
@@ -152,7 +147,6 @@ class Sample:
     starts: np.ndarray
     """[S + 1] offset of each sequence's first token, then N."""
     steps: np.ndarray
-    """[S]"""
     seq_ids: list[str]
     group_ids: list[str | None]
     prompts: list[list[int] | None]
@@ -280,7 +274,6 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
 
 
 def _within(table: pa.Table) -> pa.Table:
-    """Keep the first rows of every step, at most MAX_SAMPLED_TOKENS tokens in all."""
     tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table

@@ -1,5 +1,3 @@
-"""Render a check as text or JSON."""
-
 from __future__ import annotations
 
 import math
@@ -28,7 +26,6 @@ NOTES: Mapping[str, str] = {
     "no_prompts": "prompts were not recorded, so the precision of logits and the use of prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
 }
-"""Note code -> sentence."""
 
 BROKEN: Mapping[str | None, str] = {
     "recording": "the recording is wrong",
@@ -37,7 +34,6 @@ BROKEN: Mapping[str | None, str] = {
     "computation": "the engine or the trainer is wrong",
     "versions": "the policy versions of the two sides differ",
 }
-"""Value of `finding.Broken` -> phrase for the verdict."""
 
 
 def note_texts(result: CheckResult) -> list[str]:

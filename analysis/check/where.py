@@ -31,7 +31,6 @@ MIN_PART_UNITS = 4
 MAX_COVERED = 0.95
 """Maximum share of the tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
-"""Minimum number of affected tokens, and of distances between them, for detecting a period."""
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
@@ -55,7 +54,6 @@ class Where:
     inside: np.ndarray
     """[K] bool: tokens that fit the description."""
     gain: float
-    """Evidence for the description, nats."""
     ratio: float
     """Mean mismatch inside divided by the mean mismatch outside."""
     mean_ratio: float
@@ -139,7 +137,6 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 @once
 def places(data: PairData) -> list[Where]:
-    """Return the descriptions of where the mismatch is large, best first."""
     noise, level = logit_error(data), levels(data)
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
@@ -194,7 +191,6 @@ def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
-    """Return a [K] bool mask that is True after the first of these ids in prompt and response."""
     there = np.isin(data.sample.tokens[data.keep], ids)
     out = np.zeros(data.num_kept, bool)
     for first, last in zip(*_row_bounds(data), strict=True):
@@ -302,7 +298,6 @@ def _best(
 
 
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
-    """Return feature -> its value for each sequence, [S]."""
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
     columns: dict[str, np.ndarray] = {
@@ -332,7 +327,6 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def token_columns(data: PairData) -> dict[str, np.ndarray]:
-    """Return feature -> its value for each kept token, [K]."""
     sample, position = data.sample, data.position
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
@@ -427,7 +421,6 @@ def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return the largest value in the batch of each sequence, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
@@ -435,7 +428,6 @@ def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
-    """Return the index of each sequence in its group, [S], in recorded order; NaN without groups."""
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
     names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
@@ -446,7 +438,6 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
-    """Return the number of earlier rows with the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])

@@ -1,5 +1,3 @@
-"""Faults that a check can detect, one file per group."""
-
 from __future__ import annotations
 
 from ..finding import Finding
@@ -34,9 +32,7 @@ FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
 """Fault code -> title. With any of these faults, differences between the passes are not a measure of numerical
 error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
-"""Code of a fault-free verdict -> title."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Cause of differing weights, as in `numbers["cause"]` -> title."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}

@@ -128,7 +128,6 @@ KINDS: Mapping[str, tuple[Fault, str]] = {
     "prompt": (ROW_CONTEXT, "prompt"), "turns": (ROW_CONTEXT, "turns"), "neighbours": (ROW_CONTEXT, "neighbours"),
     "onset": (ONSET, ""), "sampler": (PENALTY, ""), "values": (UNRELATED, "values"),
 }  # fmt: skip
-"""Kind -> the fault and the cause to report."""
 TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
 
@@ -188,7 +187,6 @@ def _begins_later(data: PairData, place: Where) -> bool:
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the probabilities of the kinds in KINDS, in the same order, rescaled to sum to 1."""
     known = {kind: value for kind, value in found.items() if kind in KINDS}
     total = max(sum(known.values()), 1e-12)
     return {kind: value / total for kind, value in known.items()}
@@ -280,7 +278,6 @@ def _next(data: PairData, kind: str) -> Advice:
 
 
 def equal_weights(data: PairData) -> Finding:
-    """Return the finding that the mismatch exceeds rounding although the digests of all weights agree."""
     return COMPUTATION.finding(
         data, "equal_weights", next=commands.triangulate(data, dtype_of(data.contract("a"))), numbers=measured(data)
     )
@@ -385,8 +382,6 @@ SUBSET = Fault(
 
 
 def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch if all affected tokens are at the same place in their sequence, or have or follow certain
-    ids."""
     found = []
     for place in where:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
@@ -425,8 +420,6 @@ def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch if it is concentrated in one engine, rank, policy version, setting, prompt or range of
-    steps."""
     found = []
     for place in where:
         rows = np.unique(data.seq[place.inside])
@@ -538,7 +531,6 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    """Return the finding for the tokens `off`, [K] bool, and their place if they share one."""
     size = np.abs(data.d[off])
     worst = int(np.flatnonzero(off)[np.argmax(size)])
     row = int(data.seq[worst])

@@ -34,18 +34,15 @@ LAGS = (-3, -2, -1, 0, 1, 2, 3)
 LAG_SWITCH_NATS = 2.0
 """Cost, nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
-"""Lengths, in tokens, of the chunks that may be reversed."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
 """Maximum share of the difference that may remain after a row is paired with a different one. A chance match leaves a
 third."""
 MAX_PAIRED_ROWS = 64
-"""Maximum number of rows per step for which a partner is searched."""
 CHANCE_TRIALS = 4
 WIDTH = 6
 """Number of consecutive tokens compared at once. Fewer would match by chance; more would miss short blocks."""
 MAX_WINDOWS = 4_000
-"""Maximum number of misplaced windows searched."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 _AFTER = f"{_ROWS_OFF} agree up to some token (position {{first_place}} to {{last_place}}), and beyond it once shifted by {{lags}} tokens: "
@@ -154,7 +151,6 @@ def _placed(
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
-    """Detect that nearly all mismatched rows are shifted, by the same or by different numbers of tokens."""
     index = _index(data)
     before = row_means(_cost(data, index))
     # Rows that already agree would hide a shift that affects only part of the rows.
@@ -258,7 +254,6 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _reversed(data: PairData) -> Hypothesis | None:
-    """Detect that rows, or chunks of one length within rows, are reversed."""
     first, last = (np.searchsorted(data.seq, data.seq, side) for side in ("left", "right"))
     place = np.arange(data.num_kept) - first
     best, moved = 0, np.abs(data.d)
@@ -286,7 +281,6 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the row whose pass b, after `mixed`, matches pass a of each row, [S]; -1 if none does."""
         partner = np.full(len(own), -1)
         for step, rows in enumerate(rows_of):
             candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
@@ -511,6 +505,5 @@ def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.nd
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite costs in each row, [R]; NaN without any."""
     count = np.isfinite(costs).sum(axis=1)
     return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)

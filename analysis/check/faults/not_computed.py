@@ -18,7 +18,6 @@ MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
 them."""
 MAX_CONSTANTS = 20
-"""Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
 """Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one
 id."""
@@ -224,7 +223,6 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that one pass repeats where the other pass's logprobs vary."""
     found = []
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
@@ -311,7 +309,6 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that both passes share far more often than nearby values."""
     sample, found = data.sample, []
     same = data.keep & (sample.a.logprobs == sample.b.logprobs)
     values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
@@ -358,8 +355,6 @@ def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: floa
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """Detect that one pass has a single value, such as a mean or a sum, for all tokens of a sequence, unlike the other
-    pass."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
         spread = _spreads(data, values)
         asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)
@@ -379,7 +374,6 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
 
 
 def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of `values`, [K], in each sequence, [S]; NaN for fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))

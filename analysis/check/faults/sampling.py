@@ -147,7 +147,6 @@ faults that sharpen a distribution leave far more scatter, and faults that make 
 MIN_SHIFT = 0.004
 """Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less than this."""
 MAX_TEMPERATURE = 20.0
-"""Maximum fitted temperature."""
 MIN_PART = 100
 """Minimum number of tokens with the same recorded temperature for a separate fit."""
 _MODEL_ERROR = 0.05
@@ -157,8 +156,6 @@ tokens and approximate for more."""
 
 @dataclass(frozen=True, slots=True)
 class ScaleFit:
-    """Fit of logits_b = scale * logits_a."""
-
     scale: float
     """1 / temperature of pass b relative to pass a."""
     lowest: float
@@ -433,7 +430,6 @@ def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if a filter is recorded and its top-p, if any, is consistent with the kept mass."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
@@ -441,7 +437,6 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
 
 
 def recorded_filter(data: PairData) -> str:
-    """Return the recorded top-p, top-k and min-p that leave out tokens, as text."""
     said = []
     for name in ("top_p", "top_k", "min_p"):
         values = data.sample.settings[name]

@@ -58,7 +58,6 @@ MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
 for a known unit and for a fitted function."""
 
 MIN_MONOTONE = 0.98
-"""Minimum rank correlation for a function that is not a known unit."""
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
@@ -166,7 +165,6 @@ def find_positive(data: PairData) -> list[Hypothesis]:
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
-    """Explain one side's values as a function of the other side's, in all sequences or in those that differ."""
     found = [each for side in "ab" for each in _functions(data, side)]
     _, rows = exact_rows(data)
     if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
@@ -339,7 +337,6 @@ computed entirely in 16 bits naturally has 16-bit logprobs."""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:
-    """Explain d by rounded logprobs, or by rounded logits if the contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
         numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
@@ -386,8 +383,6 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
-    """Explain d if one pass contains a property of the distribution, such as its negative entropy or largest
-    logprob."""
     return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
 
 

@@ -168,7 +168,6 @@ def find_after_update(data: PairData) -> list[Finding]:
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
-    """Detect that the mismatch exceeds rounding in the selected steps but was far smaller at the run's first step."""
     if data.first is None or data.rms() < CLEAR_GROWTH * data.first[1] or level(data) < allowed_noise(data):
         return []
     known: dict[str, Number] = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
@@ -184,7 +183,6 @@ def measured(data: PairData) -> dict[str, Number]:
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
-    """Return one finding for each way in which the digests of engine and trainer weights differ."""
     if not _is_of_both(data):
         return []
     steps = data.sample.steps[data.seq]
@@ -203,7 +201,6 @@ def find_engine_weights(data: PairData) -> list[Finding]:
 
 
 def weights_agree(data: PairData) -> bool:
-    """Return True if all engine tensors equal the trainer's at every step with kept tokens."""
     steps = np.unique(data.sample.steps[data.seq]).tolist()
     return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
 
