@@ -55,8 +55,8 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens explained by each finding, by rounding, and by nothing. If several findings cover a
-    token, the first one counts."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token that several
+    findings cover is attributed to the first one."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics; they do not affect the comparison."""
     notes: tuple[str, ...] = ()

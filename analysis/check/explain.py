@@ -73,8 +73,7 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves a smaller share of the mismatch than this unexplained competes only with others that
-predict values."""
+"""An explanation that leaves less than this share of the mismatch competes only with others that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
 occurs."""
@@ -169,7 +168,7 @@ def _explained(data: PairData) -> list[Finding]:
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):
-            # Sequences that no declared lag covers are judged as usual.
+            # Sequences without a declared lag are judged as usual.
             rest = data.within(data.updates_behind[data.seq] == 0)
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
             return [*declared, *(each for each in judged if each.fails)]
@@ -206,7 +205,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
     """Add to the first finding the step at which it begins, or the steps that it is confined to if there are at most
-    five, unless other steps lack its tokens by chance."""
+    five, unless its tokens may be missing from the other
+    steps by chance."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -267,7 +267,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # Whatever the cause, wrong values after a position look like those of other tokens or of a smaller
+            # Whatever causes wrong values after a position, they look like those of different tokens or of a smaller
             # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
@@ -300,7 +300,7 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    # A place does not compete with an explanation that predicts the values well.
+    # An explanation that predicts the values well competes only with others that predict values.
     is_exact = best.left is not None and best.left < WELL_PREDICTED
     rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
     return min(rivals, key=lambda each: (each.rank, -each.gain))

@@ -151,7 +151,7 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # also counts final steps in which no token has a finite level
+    num = int(step.max()) + 1  # includes final steps in which no token has a finite level
     mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
     level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)

@@ -197,12 +197,12 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return how much higher the log likelihood of the residuals, [K], is than that of d, nats, minus the cost."""
+    """Return the log likelihood of the residuals, [K], minus the log likelihood of d and the cost, nats."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of `level` explained by whether a token is inside, [K] bool."""
+    """Return the share of the variance of `levels` explained by whether a token is inside, [K] bool."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -236,7 +236,7 @@ def nobodys(data: PairData) -> np.ndarray:
     order = np.sort(chance)
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
     off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
-    # If one router of a mixture of experts flips by chance, the token changes by less than this.
+    # If one router of a mixture of experts flips by chance, the logprob changes by less than this.
     return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
 
 
@@ -274,8 +274,8 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
 
-    `cost` is that of its parameters, nats. `is_right` means that the residual is what d would be without the fault, so
-    that it can be judged again.
+    `cost` is the cost of its parameters, nats. If `is_right`, the residual is what d would be without the fault, and is
+    judged again.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)

@@ -94,7 +94,6 @@ def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEED
         ).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:
-        # Without a mask, no other table is needed.
         passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
         query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
         parts = []

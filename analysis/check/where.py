@@ -34,9 +34,9 @@ MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Minimum number of rows in which a mismatch begins partway for searching for token ids that trigger it."""
+"""Token ids that trigger the mismatch are searched for only if it begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between such an id and the first visibly wrong token. A gap is allowed because nearly
+"""Maximum number of tokens between a triggering id and the first visibly wrong token. A gap is allowed because nearly
 certain tokens can mask the onset."""
 
 
@@ -278,7 +278,7 @@ def _best(
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
-        if name.startswith("token"):  # tokens with one id have similar levels, so the split must also hold between ids
+        if name.startswith("token"):  # tokens with one id have similar levels, so the means of the ids must split, too
             means, size = sums / counts, np.arange(1, len(known))
             of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
             worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
@@ -290,7 +290,7 @@ def _best(
         order = np.argsort(-(sums / counts), kind="stable")
         inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
         size = np.arange(1, len(known))
-        # Naming m of n values costs the logarithm of the number of ways to choose m of n.
+        # Listing m of n values costs the logarithm of the number of ways to choose m of n.
         worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))

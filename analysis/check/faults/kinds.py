@@ -143,7 +143,7 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Return an explanation for each place described by a feature in _CONTEXT. Its kind is implied by the place or
-    fitted."""
+    chosen by the model."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -173,7 +173,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the mismatch is not yet larger at the place than elsewhere at the first step.
+    """Return True if, at the first step, the mismatch is not yet larger at the place than elsewhere.
 
     That is the case for stale weights, whereas a different context already has its effect at the first step.
     """

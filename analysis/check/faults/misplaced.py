@@ -153,7 +153,7 @@ def _placed(
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
     before = row_means(_cost(data, index))
-    # Rows that already agree would hide a shift that affects only part of the rows.
+    # If only part of the rows is shifted, rows that agree would hide the shift.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -394,7 +394,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages to 0 has the values in the right place.
+    # The side whose logprob + entropy averages to 0 has its values at the right tokens.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
@@ -436,7 +436,7 @@ def _matches(data: PairData) -> np.ndarray | None:
     distance, nearest = tree.query(windows_b[wanted], p=1)
     by_chance = tree.query(np.random.default_rng(0).permuted(windows_b[wanted], axis=1), p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
-    # The same text has similar values wherever it occurs, so such matches do not count.
+    # Matches of the same text are excluded, because it has similar values wherever it occurs.
     ids = data.sample.tokens[data.keep][start[:, None] + span]
     fits = (distance < limit) & (np.any(ids[wanted] != ids[nearest], axis=1) | (nearest == wanted))
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):

@@ -22,9 +22,9 @@ MIN_CONSTANT_TOKENS = 3
 """Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one
 id."""
 _SHARED_FACTOR = 10
-"""Minimum ratio of the number of contexts in which both passes have a placeholder to that for a nearby value."""
+"""A value that both passes share is a placeholder if it occurs in this many times more contexts than nearby values."""
 _REPEATED_FACTOR = 3
-"""The same ratio for a placeholder in one pass only."""
+"""The same factor for a value in one pass only."""
 _WINDOW_NATS = 0.05
 """Maximum distance of nearby values from a constant, nats. They show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
@@ -262,7 +262,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         num = min(len(np.unique(kind)) for kind in kinds)
         if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
             return False
-        # With 16-bit logits, values repeat: if only two tokens are likely and their logits differ by 1, one has
+        # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
         # -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
@@ -343,7 +343,7 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     ties = -np.log(np.arange(2, 9))
     if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
         return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
-    # 16-bit values are sparse, so neighbours are sought in a wider window.
+    # 16-bit values are sparse, so nearby values are searched for in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     return _repeats(data.sample.a.logprobs, data.keep & ~where, value, width)
 

@@ -160,8 +160,7 @@ class ScaleFit:
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """The scale is fitted with either side as the reference. `lowest` to `highest` is the range, plus two standard
-    errors."""
+    """`lowest` to `highest`: range of the scales fitted with either side as the reference, plus two standard errors."""
     r2: float
     """Share of the variance of d that the scale explains, for the reference with the smaller share."""
     score: float
@@ -224,8 +223,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
             there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
             fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
             break
-    # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log
-    # k.
+    # With two possible tokens, the log-odds scale exactly; with k equally likely alternatives, the line is
+    # shifted by (s - 1) log k.
     odds = [log_odds(x) for x in (data.a, data.b)]
     with np.errstate(invalid="ignore"):
         off = odds[1] - odds[0]
@@ -371,7 +370,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     squares = size * size
     is_negative = bool(squares[data.d < 0].sum() > 0.5 * squares.sum())
     other = (data.d > 0) if is_negative else (data.d < 0)
-    # Differences from rounding have both signs; differences larger than rounding must have only one.
+    # Differences due to rounding have both signs, but larger ones must have only one.
     large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
     wrong = float(np.mean(other[large])) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
@@ -386,8 +385,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     falls = medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]
     if falls and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered, raised)]
-    # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
-    # some tokens by nats in the other direction.
+    # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
+    # changes some tokens by nats in the opposite direction.
     if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
@@ -503,7 +502,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
     return found
 
 
-# --- Some logits shifted
+# --- Shifted logits
 
 MIN_SIGNS = 0.97
 """Minimum share of the mismatched tokens whose d has the sign that a bias would cause. By chance, half of them do."""
@@ -595,7 +594,7 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
     chosen = other[place]
-    # A bias changes the normaliser, and so every other token.
+    # A bias changes the normaliser and therefore all other tokens.
     if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
         return []
     sign = np.where(chosen, -usual, usual)
