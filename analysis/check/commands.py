@@ -26,7 +26,6 @@ def sql_of(trace: str, query: str) -> Advice:
 
 
 def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:
-    """List the tokens that meet a condition, with their values in both passes."""
     where = where.replace("{", "{{").replace("}", "}}")
     return sql(
         data,

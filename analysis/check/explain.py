@@ -84,7 +84,6 @@ CLEAR_RATIO = 20.0
 tokens."""
 _MAX_PARTS = 3
 _MAX_PLACES = 16
-"""Maximum number of places compared by likelihood: those that explain most of the variance of `level`."""
 
 _VALUES = (
     find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,

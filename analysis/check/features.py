@@ -407,8 +407,6 @@ _IMPLIED = "typical causes: HINT. The logits differ by {level:.2g} nats rms{sinc
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Multinomial logistic regression of C kinds on F features."""
-
     features: tuple[str, ...]
     kinds: tuple[str, ...]
     mean: np.ndarray

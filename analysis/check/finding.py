@@ -22,7 +22,6 @@ that side used the wrong weights, cache, experts, context or precision. `computa
 does not show which. `versions`: nothing, because engine and trainer have different policy versions, as in asynchronous
 training."""
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
-"""Pass -> what to fix if its values are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +81,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault or fault-free verdict that a check can report."""
-
     code: str
     title: str
-    """Short description, in lower case."""
     broken: Broken | None
     evidence: Mapping[str, str]
     """Signal -> sentence template, filled with the numbers of the finding."""

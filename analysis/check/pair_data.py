@@ -45,7 +45,6 @@ class PairData:
     passes: list[str]
     has_weights: bool
     is_import: bool
-    """True if the trace was imported from another tool's files."""
     model: dict[str, Any]
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)

@@ -47,7 +47,6 @@ class PairSums:
     """Sums over the tokens of each of R sequences, as defined in schemas.sums."""
 
     steps: np.ndarray
-    """[R] step of each sequence."""
     columns: dict[str, np.ndarray]
     """Name of a sum -> [R] values; 0 for sequences in which no token has a finite logprob in both passes."""
 
@@ -57,7 +56,6 @@ class PairSums:
 
     @property
     def num_not_finite(self) -> int:
-        """Number of tokens whose logprob is NaN or infinite in either pass."""
         return int(self.columns["num_nan"].sum() + self.columns["num_inf"].sum())
 
     @property

@@ -138,7 +138,6 @@ _IMPLIED = {
 }  # fmt: skip
 """Feature that distinguishes the affected tokens -> the kind and the cause that it implies."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
-"""Features that say where a mismatch occurs but are not findings of their own."""
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:

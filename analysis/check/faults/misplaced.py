@@ -314,7 +314,6 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
-    """Detect rows that are shifted after a position that differs by row: retokenised text, or turns joined wrongly."""
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
     suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]

@@ -449,7 +449,6 @@ def _copied_since(data: PairData) -> list[Finding]:
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """Return the differing settings that rule out equal bits, among `engine_a`, `engine_b`, `dtype_a` and `dtype_b`."""
     sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
     # With the same dtype, the engine `exact` gives the same bits as another engine.

@@ -148,7 +148,6 @@ MIN_SHIFT = 0.004
 """Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less than this."""
 MAX_TEMPERATURE = 20.0
 MIN_PART = 100
-"""Minimum number of tokens with the same recorded temperature for a separate fit."""
 _MODEL_ERROR = 0.05
 """Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact for two possible
 tokens and approximate for more."""
@@ -663,7 +662,6 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect that tokens of the run, or of some rows, were sampled from a distribution that neither pass has."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:

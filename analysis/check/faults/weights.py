@@ -21,7 +21,6 @@ CLEAR_ADVANTAGE = 6.0, 0.4
 """Minimum correlation between mismatch and advantage of a sequence, in standard errors and in absolute terms, for
 reporting that one side was scored after the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
-"""Contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
