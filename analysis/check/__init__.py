@@ -1,1 +1,1 @@
-"""Check whether two passes can be compared, and name the fault if they cannot."""
+"""Check whether two passes can be compared, and identify the fault if they cannot."""

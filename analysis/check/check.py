@@ -1,5 +1,3 @@
-"""Check whether two passes can be compared, and name the fault if they cannot."""
-
 from __future__ import annotations
 
 import json
@@ -29,7 +27,7 @@ from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOwner:
-    """How many of the inspected tokens one finding explains."""
+    """Number of inspected tokens that one finding explains."""
 
     owner: str
     """Code of a finding, `rounding` for tokens that rounding explains, or `nobody` for tokens that nothing explains."""
@@ -38,7 +36,7 @@ class TokenOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult(Result):
-    """Whether two passes can be compared, and the faults found."""
+    """Verdict on whether two passes can be compared, with the faults found."""
 
     _text = "tim_trace.analysis.check.text:checked_text"
 
@@ -48,19 +46,21 @@ class CheckResult(Result):
     steps: str = ALL_STEPS
     """The `steps` option as given."""
     num_tokens: int
-    """Tokens that count in the loss and have a finite logprob in both passes."""
+    """Number of tokens included in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Compared tokens that were inspected one by one; the others enter only into sums."""
+    """Number of these tokens that were inspected one by one; the remaining ones contribute only to sums over the
+    run."""
     rms_d: float
     """Root mean square of d over the compared tokens, nats."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """What explains each inspected token: the first finding that covers it, else rounding, else nobody."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token that several
+    findings cover is attributed to the first one."""
     data: tuple[DataFinding, ...] = ()
-    """Faults in rewards, advantages, groups and logged metrics; the comparison does not depend on them."""
+    """Faults in rewards, advantages, groups and logged metrics; they do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Tests that the trace does not support, and remarks on its data: keys of text.NOTES."""
+    """Keys of text.NOTES: tests that the trace does not support, and remarks on its data."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts; empty if there was only one."""
 
@@ -81,10 +81,10 @@ def check(
 ) -> CheckResult:  # fmt: skip
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
-    Each fault comes with evidence, effect in nats, share of affected tokens, and a command that confirms it. The check
-    uses sums over the whole run and inspects the tokens of a sample of steps one by one. `steps` (3:80, -10:, 2:200:2)
-    restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start
-    one) whose actors compute the sums.
+    Each fault is reported with evidence, its effect in nats, the share of affected tokens, and a command that confirms
+    it. The check uses sums over the whole run and inspects the tokens of a sample of steps one by one. `steps` (3:80,
+    -10:, 2:200:2) restricts the check to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`,
+    or `local` to start one) whose actors compute the sums.
 
     Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if
     part of the trace is missing or unreadable, unless `partial` is set.
@@ -98,7 +98,7 @@ def check(
 
 
 def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] = NEEDED_SUMS) -> PairData:
-    """Read everything the detectors need, and `sums` over all tokens. On a cluster, actors read the tokens.
+    """Read what the detectors need, including the columns `sums` over all tokens. On a cluster, actors read the tokens.
 
     Raises NothingToCompare if the passes share no token.
     """
@@ -159,7 +159,8 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count who owns each compared token of the sample. Findings after `unexplained` are guesses and own none."""
+    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain
+    none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

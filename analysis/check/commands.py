@@ -1,4 +1,5 @@
-"""Shell commands that confirm a finding. Those that need weights supply them first if the trace has none."""
+"""Shell commands that confirm a finding. If a command needs weights and the trace has none, the advice supplies them
+first."""
 
 from __future__ import annotations
 
@@ -20,13 +21,11 @@ def sql(data: PairData, query: str) -> Advice:
 
 
 def sql_of(trace: str, query: str) -> Advice:
-    """Return a `tim-trace sql` command with the query quoted for the shell."""
     text = re.sub(r'(["$`\\])', r"\\\1", query)
     return Advice(f'tim-trace sql {shlex.quote(trace)} "{text}"')
 
 
 def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:
-    """List the tokens that meet a condition, with their values in both passes."""
     where = where.replace("{", "{{").replace("}", "}}")
     return sql(
         data,
@@ -40,7 +39,6 @@ def far_tokens(data: PairData) -> Advice:
 
 
 def row(data: PairData, number: int) -> Advice:
-    """List the tokens of one sampled sequence, given its index."""
     name = data.sample.seq_ids[number].replace("'", "''")
     return tokens(data, f"step = {int(data.sample.steps[number])} AND seq_id = '{name}'", "position")
 
@@ -66,7 +64,6 @@ def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
 
 
 def arms(data: PairData, options: str) -> Advice:
-    """Replay one step under several arms, then diagnose the run."""
     return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
 
 
@@ -75,7 +72,7 @@ def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advi
     asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
     if data.has_weights:
         return Advice(asked)
-    return Advice(supply(data), f"this trace has no weights; then run: {asked}")
+    return Advice(supply(data), f"supplies the weights that this trace lacks; then run: {asked}")
 
 
 _COLUMNS = {
@@ -83,7 +80,7 @@ _COLUMNS = {
     "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
     "total_length": "num_prompt_tokens + num_response_tokens",
 }  # fmt: skip
-"""Feature -> the column of `sequences`, or the SQL expression, that shows it."""
+"""Feature -> column of `sequences` or SQL expression that computes it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
@@ -103,7 +100,6 @@ def by_column(data: PairData, column: str) -> Advice:
 
 
 def weights_replay(data: PairData) -> Advice:
-    """Replay with the weights from one update earlier and with quantised weights, then diagnose the run."""
     known = data.sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
@@ -129,17 +125,14 @@ def triangulate(data: PairData, dtype: str | None) -> Advice:
 
 
 def locate(data: PairData, against: str) -> Advice:
-    """Compare one step as recorded with a replay under the options `against`."""
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Records a run together with the weights that a replay needs."""
 
 
 def supply(data: PairData) -> str:
-    """Return the command that attaches weights to an imported trace, or records a new run with them."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
 
 

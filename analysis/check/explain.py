@@ -1,5 +1,5 @@
 """Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and
-finally by where the rest is and what it depends on. Each token goes to rounding, to a cause, or to neither."""
+finally by where the rest is and what it depends on. Each token is attributed to rounding, to a cause, or to neither."""
 
 from __future__ import annotations
 
@@ -67,22 +67,23 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, net of its parameters. Chance reaches it in one run in 100,000."""
+"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. By chance, one run in
+100,000 reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves a smaller share of the mismatch competes only with others that predict values."""
+"""An explanation that leaves less than this share of the mismatch competes only with others that predict values."""
 MIN_FIRST = 0.6
-"""Minimum probability of a kind for it to be listed before the part of the run that the mismatch is confined to."""
+"""Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
+occurs."""
 MIN_LIKELY = 0.4
-"""Minimum probability of a kind for it to be reported in addition to where the tokens are."""
+"""Minimum probability of a kind for it to be reported in addition to the location of the tokens."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch at a place to that elsewhere to rule out explanations that cover all tokens."""
+"""Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all
+tokens."""
 _MAX_PARTS = 3
-"""Maximum number of places within which further explanations are tried."""
 _MAX_PLACES = 16
-"""Maximum number of places compared by likelihood: those that explain most of the variance of `level`."""
 
 _VALUES = (
     find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
@@ -90,9 +91,8 @@ _VALUES = (
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
-"""Explanations in which one side is a fixed function of the other's distribution."""
+"""Explanations in which one side is a fixed function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
-"""Explanations confined to one place."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -110,11 +110,10 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
-"""Fault-free verdicts on part of a run; a fault in another part replaces them."""
+"""Fault-free verdicts. If one part of a run has a fault, those on other parts are dropped."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
-    """Split the sequences by the dtypes and quantisation that their contracts declare, largest part first."""
     names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
     precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
     kinds = np.array([str(precision[each]) for each in names])[data.seq]
@@ -157,7 +156,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Explain the mismatch, best explanation first; each covers what the earlier ones leave."""
+    """Explain the mismatch, best explanation first. Each explanation covers what the previous ones leave."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
@@ -168,7 +167,7 @@ def _explained(data: PairData) -> list[Finding]:
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):
-            # Sequences that no declared lag covers are judged as usual.
+            # Sequences without a declared lag are judged as usual.
             rest = data.within(data.updates_behind[data.seq] == 0)
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
             return [*declared, *(each for each in judged if each.fails)]
@@ -188,7 +187,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if it covers only part of the tokens and nearly all that are off are there."""
+    """Add a place to the first finding if it covers only part of the tokens and nearly all of them that exceed rounding
+    are at that place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -203,8 +203,9 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which it begins, or up to five steps that it is confined to, unless chance
-    explains the steps without its tokens."""
+    """Add to the first finding the step at which it begins, or the steps that it is confined to if there are at most
+    five, unless its tokens may be missing from the other
+    steps by chance."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -220,7 +221,6 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Append the findings whose code and cause are new."""
     known = {(each.code, each.cause) for each in found}
     return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
 
@@ -237,8 +237,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop the explanations that a place rules out. If nearly all tokens that are off are at one place and the others
-    agree, an explanation of all tokens that predicts no values is wrong about the others."""
+    """Drop the explanations that a place rules out. If nearly all tokens that exceed rounding are at one place and
+    the rest agree, an explanation that covers all tokens without predicting values is wrong about the rest."""
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -266,7 +266,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # Whatever the cause, wrong values after a position look like those of other tokens or of a smaller
+            # Whatever causes wrong values after a position, they look like those of different tokens or of a smaller
             # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
@@ -281,7 +281,6 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 
 
 def _is_part(place: Finding) -> bool:
-    """Return True if a place only divides the run and is not itself a cause."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     is_wide = place.code == BOUNDARY.code and place.share > 0.15
     is_cause = place.code in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code) or place.numbers.get("cause") == "ids"
@@ -289,7 +288,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, if large enough. Fewer parameters make up for half of the gain."""
+    """Return the explanation with the largest gain, or one with fewer parameters and at least half of that gain; None
+    if the gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -299,7 +299,7 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    # A place does not compete with an explanation that predicts the values well.
+    # An explanation that predicts the values well competes only with others that predict values.
     is_exact = best.left is not None and best.left < WELL_PREDICTED
     rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
     return min(rivals, key=lambda each: (each.rank, -each.gain))
@@ -323,9 +323,9 @@ def _parts(data: PairData) -> tuple[str, ...]:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if a place really locates the mismatch.
 
-    Outside it there must be no more than rounding, and most of the tokens that are off must be inside. The mismatch
-    inside must exceed rounding or be much larger than outside. For a writer, contract or setting, three times as large
-    is enough, because rounding does not depend on it.
+    The mismatch outside the place must not exceed rounding, and most of the tokens that do exceed it must be inside.
+    The mismatch inside must exceed rounding or be much larger than outside. If the place is a writer, contract or
+    setting, a factor of three is enough, because rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
@@ -349,12 +349,12 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on what rounding does not."""
+    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on things that rounding
+    does not depend on."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the overall level exceeds rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
@@ -363,7 +363,8 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place that it is confined to. Part of the run, as a place, is a finding of its own."""
+    """Return the cause and the place that it is confined to. If the place is part of the run, it is a separate
+    finding."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
@@ -397,7 +398,6 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Describe what is left of the mismatch if no explanation predicts it and no place confines it."""
     off = nobodys(data)
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
@@ -409,14 +409,12 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that best matches the tokens `off`, [K] bool, if they overlap by more than half."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> list[Finding]:
-    """Classify a mismatch that no place confines, most probable kind first."""
     if weights_agree(data):
         return [equal_weights(data)]
     return find_after_update(data) or find_earlier_growth(data) or find_kinds(data)

@@ -1,7 +1,6 @@
-"""Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it by them.
+"""Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it.
 
-Of 83 features tried, these 27 suffice: with them, the model identifies as many faults as with all of them, for authors
-left out of the fit.
+The 27 features were selected from 83. On runs of authors left out of the fit, they identify as many faults as all 83.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -28,7 +27,7 @@ _LAGS = (1, 2, 4)
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    """Return feature -> bounded value of the mismatch at the kept tokens; 0 if it cannot be measured."""
+    """Return the features of the mismatch at the kept tokens, clipped to -8 to 8; 0 if one cannot be measured."""
     found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
@@ -96,12 +95,12 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Map a score in standard errors to -1 to 1, so that the size of the run does not dominate."""
+    """Map a score in standard errors to the range -1 to 1, so that large runs do not dominate."""
     return float(np.tanh(score / 6.0))
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus that outside, in standard deviations; 0 if either part has fewer than 4 values."""
+    """Return the mean inside minus the mean outside, in standard deviations; 0 if either has fewer than 4 values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -115,10 +114,10 @@ def _moved(data: PairData) -> np.ndarray:
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return the log of the mismatch in the first third of sequences over that in the last third, in standard errors,
-    for the tokens inside, [K] bool.
+    """Return by how much the log mismatch of the tokens `inside`, [K] bool, is larger in the first third of sequences
+    than in the last third, in standard errors.
 
-    The effect of a different or cached prompt fades along the response; that of different weights does not.
+    The effect of a different or cached prompt fades along the response, but the effect of different weights does not.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
@@ -134,14 +133,15 @@ def fades(data: PairData, inside: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) without its means per token id and per step; 0 if there are too few tokens."""
+    """Statistics of log(|d| / (1 - p)) after subtracting its means per token id and per step; 0 if there are too few
+    tokens."""
 
     persistence: float
     """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""
     sequence_score: float
     """How far the share of variance between sequences exceeds chance, in standard deviations."""
     persistence_within: float = 1.0
-    """`persistence` without each sequence's mean; 0 if whole sequences are affected."""
+    """`persistence` after subtracting the mean of each sequence; 0 if whole sequences are affected."""
 
 
 @once
@@ -151,7 +151,7 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # also counts final steps in which no token has a finite level
+    num = int(step.max()) + 1  # includes final steps in which no token has a finite level
     mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
     level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
@@ -174,12 +174,13 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
     """Return the adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in
-    standard deviations under pure noise; both 0 if there are too few tokens. The largest 1% of the values are clipped.
+    standard deviations under pure noise; both 0 if there are too few tokens. The values are clipped at the
+    99th percentile of their size.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # A bigram that occurs again, in a loop, in the group or at another step, is not independent evidence.
+    # A bigram that is repeated in a loop, in the group or at another step is not independent evidence.
     _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
@@ -210,7 +211,7 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return how well d follows the trend of pass a over the steps, in standard errors; 0 below three steps.
+    """Return how well d follows the trend of pass a over the steps, in standard errors; 0 for fewer than three steps.
 
     For each token bigram, the mean of d is multiplied by the trend of its logprob in pass a over the steps. The
     product is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind
@@ -237,13 +238,12 @@ def along_movement(data: PairData) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """How far a side's values differ for the same token after the same prefix within a step."""
+    """How much each side's values differ between occurrences of the same token after the same prefix within a step."""
 
     num: int
     a: float
     """Rms difference between values of pass a, as a logit error, nats."""
     b: float
-    """The same for pass b."""
     d: float
     """Rms of d at these tokens, as a logit error, nats."""
 
@@ -254,7 +254,6 @@ class RepeatedTokens:
 
 @once
 def repeats(data: PairData) -> RepeatedTokens:
-    """Compare each token with the previous one that has the same prefix and id in the same step."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
@@ -286,16 +285,14 @@ def not_repeatable(data: PairData) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MismatchGrowth:
-    """Mismatch at the first step and at later ones."""
-
     first: float
     """Median logit error at the first step, nats."""
     later: float
-    """Largest median logit error of a later step, nats."""
+    """Largest median logit error at any later step, nats."""
     since: int | None
-    """First step above the geometric mean of `first` and `later`; None if there is none."""
+    """First step whose median exceeds the geometric mean of `first` and `later`; None if there is none."""
     is_sudden: bool = False
-    """True if the error is flat before `since`, for two steps or more, and flat from then on."""
+    """True if the error is flat before `since` and again from then on, for at least two steps each."""
 
     @property
     def ratio(self) -> float:
@@ -323,10 +320,10 @@ def growth(data: PairData) -> MismatchGrowth:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences at the level of rounding, and the indices of the others.
+    """Return the share of sequences that agree within rounding, and the indices of the remaining ones.
 
-    The others must have more than five times the mismatch, and at least an eighth of what rounding allows; else the
-    share is 0 and there are no indices.
+    The remaining sequences must have more than five times the mismatch of the first group, and at least an eighth of
+    what rounding allows. Otherwise the share is 0 and there are no indices.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -364,70 +361,63 @@ def sampled_score(data: PairData, side: str) -> float:
 
 
 def sampled_mean(data: PairData, side: str) -> float:
-    """Return the mean of a side's logprob + entropy, nats; NaN without entropies."""
     entropy = getattr(data.sample, side).entropy
     return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
 
 
 REASONS: dict[str, tuple[str, str]] = {
     "tail": (
-        "a few tokens are off by far more than the others (1% of them by at least {times} times the median)",
-        "all tokens are off by about the same (1% of them by at least {times} times the median)",
+        "a few tokens differ by far more than the rest (1% of them by at least {times} times the median)",
+        "all tokens differ by similar amounts (only 1% of them by more than {times} times the median)",
     ),
-    "near": ("{v:.0%} of the tokens are at the level of rounding", "only {v:.0%} of the tokens are at the level of rounding"),
-    "correlation": ("the two sides' logprobs have a correlation of {v:.2f}", "the two sides' logprobs have a correlation of only {v:.2f}"),
-    "token_score": ("it depends on the token id", "it does not depend on the token id"),
-    "bigram": ("{v:.0%} of its variance depends on the last two token ids", "it varies between tokens with the same last two token ids"),
-    "later_fall_score": ("it fades along the response", "it does not fade along the response"),
-    "position": ("{v:.0%} of the variance of its size depends on the position", "it does not depend on the position"),
-    "later_turn": ("later turns are off more", "later turns are off no more than the first"),
-    "row": ("{v:.0%} of the variance of its size is between rows", "all rows are off by about the same"),
-    "row_signed": ("each row is off in one direction", "rows are off in both directions"),
-    "row_in_step": ("some steps are off by more than others", "all steps are off by about the same"),
-    "first_step": ("it has its full size at the first step", "the first step is at the level of rounding"),
-    "along": ("it follows the updates, as if {b} lagged behind {a}", "it follows the updates, as if {a} lagged behind {b}"),
-    "exact_rows": ("{v:.0%} of the rows are at the level of rounding and the others are not", "no row is at the level of rounding"),
-    "persistence": ("neighbouring tokens are off by similar amounts (correlation {v:.2f})", "neighbouring tokens are off by unrelated amounts"),
-    "persistence_within": ("within rows, neighbouring tokens are off by similar amounts", "within rows, neighbouring tokens are off by unrelated amounts"),
+    "near": ("{v:.0%} of the tokens agree within rounding", "only {v:.0%} of the tokens agree within rounding"),
+    "correlation": ("the correlation between the two sides' logprobs is {v:.2f}", "the correlation between the two sides' logprobs is only {v:.2f}"),
+    "token_score": ("the mismatch depends on the token id", "the mismatch does not depend on the token id"),
+    "bigram": ("the last two token ids explain {v:.0%} of the variance of the mismatch", "the mismatch varies between occurrences of the same two token ids"),
+    "later_fall_score": ("the mismatch fades along the response", "the mismatch does not fade along the response"),
+    "position": ("the position explains {v:.0%} of the variance in the size of the mismatch", "the mismatch does not depend on the position"),
+    "later_turn": ("the mismatch is larger in later turns", "the mismatch is no larger in later turns than in the first"),
+    "row": ("{v:.0%} of the variance in the size of the mismatch is between rows", "all rows have about the same mismatch"),
+    "row_signed": ("within each row, most differences have the same sign", "within rows, differences have both signs"),
+    "row_in_step": ("some steps have a larger mismatch than others", "all steps have about the same mismatch"),
+    "first_step": ("the mismatch is already large at the first step", "the first step agrees within rounding"),
+    "along": ("the mismatch follows the updates, as if {b} lagged behind {a}", "the mismatch follows the updates, as if {a} lagged behind {b}"),
+    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "the rows do not split into matching and differing ones"),
+    "persistence": ("neighbouring tokens differ by similar amounts (correlation {v:.2f})", "neighbouring tokens differ by unrelated amounts"),
+    "persistence_within": ("within rows, neighbouring tokens differ by similar amounts", "within rows, neighbouring tokens differ by unrelated amounts"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
-    "unsteady": ("one side reproduces its values after the same prefix, the other does not", "neither side is known to be non-deterministic"),
+    "unsteady": ("after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
     "unsteady_rows": (
-        "in all rows, one side reproduces its values after the same prefix and the other does not", "neither side is known to be non-deterministic",
+        "in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
-"""Feature -> phrases for values above and below the mean of the fitted runs; v is the value."""
+"""Feature -> phrases for values v above and below the mean of the runs that the model was fitted to."""
 
 
-# --- The fitted model, and the sentence for its answer
+# --- The fitted model and its evidence
 
 NO_FAULT = "rounding"
-"""The kind that is not a fault."""
 MAX_DISTANCE = 4.0
-"""Bound of a feature, in standard deviations of the fitted runs. Beyond it, a run resembles none of them."""
+"""Bound on a standardised feature. Beyond it, a run resembles none of the runs that the model was fitted to."""
 
 MAX_REASONS = 3
-"""Maximum number of features given as reasons in a sentence."""
-SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} usually gives at most {allowed:.2g}"
-_IMPLIED = "typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} usually gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
+SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"
+_IMPLIED = "typical causes: HINT. The logits differ by {level:.2g} nats rms{since_text}; rounding in {dtypes} usually causes at most {allowed:.2g}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Multinomial logistic regression of C kinds on F features."""
-
     features: tuple[str, ...]
     kinds: tuple[str, ...]
     mean: np.ndarray
-    """[F]"""
+    """[F] means of the fitted runs."""
     scale: np.ndarray
-    """[F] standard deviations."""
+    """[F] standard deviations of the fitted runs."""
     coefficients: np.ndarray
     """[C, F], for standardised features."""
     intercept: np.ndarray
-    """[C]"""
 
     def distances(self, measured: dict[str, float]) -> np.ndarray:
-        """Return the standardised features, [F], clipped to MAX_DISTANCE."""
         values = np.array([measured[name] for name in self.features])
         return np.asarray(np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE))
 
@@ -439,7 +429,6 @@ class Model:
 
 @cache
 def model() -> Model:
-    """Load the fitted model from the package."""
     stored = json.loads(files(__package__).joinpath("kinds.json").read_text(encoding="ascii"))
     arrays = {name: np.array(stored[name]) for name in ("mean", "scale", "coefficients", "intercept")}
     return Model(features=tuple(stored["features"]), kinds=tuple(stored["kinds"]), **arrays)
@@ -447,14 +436,13 @@ def model() -> Model:
 
 @once
 def probabilities(data: PairData) -> dict[str, float]:
-    """Return kind -> probability, rounding included, most probable first."""
     found = model().probabilities(features(data))
     return {model().kinds[at]: float(found[at]) for at in np.argsort(-found, kind="stable")}
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best distinguish a kind from the others, best first: name, value, and True
-    if the value is above the mean of the fitted runs."""
+    """Return the features in REASONS that best distinguish a kind from the other kinds, best first: name, value, and
+    True if the value is above the mean of the fitted runs."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -467,17 +455,15 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
 
 
 def judged(hint: str) -> str:
-    """Return the evidence template for a fitted kind; `hint` lists its typical causes."""
-    return "{probability:.0%} probable; " + implied(hint)
+    return "probability {probability:.0%}; " + implied(hint)
 
 
 def implied(hint: str) -> str:
-    """Return the evidence template for a kind implied by where the tokens are."""
     return _IMPLIED.replace("HINT", hint)
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words of the `judged` and `SIZE` templates that are not numbers of the finding."""
+    """Return the values of the `judged` and `SIZE` templates that are derived from the numbers of the finding."""
     said = []
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:
@@ -488,7 +474,7 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     where = ""
     if numbers.get("feature"):
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
-        where = f"; it is {times_text(numbers['ratio'])} times as large as elsewhere in {rows}, {where_text(numbers)}"
+        where = f"; the affected tokens, {where_text(numbers)}, are in {rows} and have {times_text(numbers['ratio'])} times the mismatch of the rest"
     since = numbers.get("since")
     return {
         "dtypes": dtypes_text(numbers),
@@ -498,7 +484,6 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtypes_text(numbers: Mapping[str, Any]) -> str:
-    """Name the dtypes of both sides, `dtype_a` and `dtype_b`."""
     one, other = numbers["dtype_a"], numbers["dtype_b"]
     if one == other:
         return "unknown dtypes" if one is None else f"{one} on both sides"
@@ -506,7 +491,7 @@ def dtypes_text(numbers: Mapping[str, Any]) -> str:
 
 
 def times_text(ratio: float) -> str:
-    """Return a factor with two or three digits and without an exponent.
+    """Return a factor with up to three significant digits and without an exponent.
 
     >>> times_text(3.14159), times_text(54231.0)
     ('3.14', '54,200')

@@ -1,4 +1,4 @@
-"""Findings of a check, the texts of each fault, and explanations of a mismatch with the likelihood that judges them."""
+"""Findings of a check, the faults they report, and explanations of a mismatch with their likelihoods."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .where import Where
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
-"""What to fix. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`, `trainer`:
-that side used the wrong weights, cache, experts, context or precision; `computation` if the trace does not show which.
-`versions`: nothing; engine and trainer have different policy versions, as in asynchronous training."""
+"""What to fix. `recording`: the two passes do not contain the same quantity for the same tokens. `engine`, `trainer`:
+that side used the wrong weights, cache, experts, context or precision. `computation`: one of the two did, but the trace
+does not show which. `versions`: nothing, because engine and trainer have different policy versions, as in asynchronous
+training."""
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
-"""Pass -> what to fix if its values are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Finding:
     code: str
     """A key of faults.FAULTS or faults.HEALTHY."""
     signal: str
-    """How the fault was detected: a key of its evidence."""
+    """How the fault was detected: a key of `Fault.evidence`."""
     effect: float
     """Root mean square of d over the affected tokens, nats; NaN if one pass has no values there."""
     share: float
@@ -39,21 +39,21 @@ class Finding:
     weight: float = 1.0
     """Share of the mismatch that the fault explains, 0 to 1; 1 for faults found by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes explain the finding: it is reported, but the comparison stays valid."""
+    """True if the recorded engines and dtypes explain the finding, so that the comparison is still valid."""
     next: Advice = NOTHING
     """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
-    """Fitted and counted values, and the names of the passes concerned."""
+    """Fitted values, counts and names of passes that the evidence template needs."""
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
     """[N] bool: the sampled tokens that the finding covers; None once they have been counted."""
     cause: str = ""
-    """Name of the fault."""
+    """Title of the fault, or of its cause if that is known."""
     side: Broken | None = None
     """What to fix; None for a fault-free verdict."""
 
     @property
     def title(self) -> str:
-        """Name of the fault or, for a change over time, the step at which the mismatch grows."""
+        """`cause` or, for a change over time, the step at which the mismatch grows."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -81,19 +81,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault or fault-free verdict that a check can find, with its texts."""
-
     code: str
     title: str
-    """Name in lower case."""
     broken: Broken | None
-    """What to fix; None for a fault-free verdict."""
     evidence: Mapping[str, str]
     """Signal -> sentence template, filled with the numbers of the finding."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
-    """Signal -> function that derives the template's other words from the numbers."""
+    """Signal -> function that derives further values for the template from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Code of a cause, in `numbers["cause"]` if the recording shows it -> title to use instead."""
+    """Value of `numbers["cause"]` -> title to use instead of `title`."""
 
     def finding(
         self, data: PairData, signal: str, affected: np.ndarray | None = None, *, weight: float = 1.0,
@@ -122,41 +118,42 @@ class Fault:
         return self.evidence[finding.signal].format_map(numbers)
 
 
-# --- Explanations of a mismatch, and how well they fit
+# --- Explanations of a mismatch and their fit
 
 FALSE_SHARE = 1e-3
-"""Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
+"""Expected false discovery rate among the tokens whose d is judged larger than rounding (Benjamini and Hochberg,
+1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution of rounding errors: in healthy runs, tails are no heavier."""
+"""Degrees of freedom of the Student t distribution that models rounding errors. Its tails are at least as heavy as
+those of healthy runs."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, attributed to another expert unless experts are known to exist; at least `spread`."""
+"""Largest logit error, nats, that is attributed to a different choice of experts if the model is not known to have
+experts. `spread` is used instead if it is larger."""
 MIN_OFF_TOKENS = 5
-"""With fewer tokens off than this, only those off by more than `max_flip` are reported."""
+"""If fewer tokens than this exceed rounding, only those that exceed `max_flip` are reported."""
 MIN_UNCERTAIN = 30
-"""Minimum number of uncertain tokens to measure the level of rounding in a run."""
+"""Minimum number of uncertain tokens (1 - p above MIN_REST) needed to measure the level of rounding in a run."""
 LEAST_SHARE = 6.0
-"""The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
-bit-identical, the measured noise is almost 0."""
+"""The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because the measured noise is
+almost 0 if nearly all tokens are bit-identical."""
 MAX_SCORED_TOKENS = 20_000
-"""Maximum number of tokens on which explanations are compared: whole rows, spread evenly over the sample."""
+"""Approximate maximum number of tokens on which explanations are compared. They are taken in whole rows, spread evenly
+over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
 _ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Residuals as a mixture of rounding and unexplained errors."""
-
     sigma: float
     """Scale of the rounding error of a logit, nats."""
     log_likelihood: float
-    """Log likelihood of all residuals, nats."""
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
     """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace). The scale
-    of the rounding errors is sigma * `scale` and `values`, the rounding of the recorded logprobs, added in quadrature.
-    sigma is at most `most` nats."""
+    of the rounding errors is sigma * `scale`, added in quadrature to `values`, the error from rounding the recorded
+    logprobs. sigma is at most `most` nats."""
     size = np.abs(residual)
     if not len(size):
         return Fit(FLOOR_NATS, 0.0)
@@ -180,7 +177,6 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
 
 @once
 def scored(data: PairData) -> np.ndarray:
-    """Return [K] bool: the tokens on which explanations are compared."""
     rows = np.unique(data.seq)
     every = -(-data.num_kept // MAX_SCORED_TOKENS)
     return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
@@ -193,17 +189,16 @@ def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None)
 
 @once
 def unexplained(data: PairData) -> Fit:
-    """Fit d itself, without any explanation."""
     return _fit(data, data.d)
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the gain in log likelihood, nats, of the residuals, [K], over d, minus the cost of the explanation."""
+    """Return the log likelihood of the residuals, [K], minus the log likelihood of d and the cost, nats."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of `level` explained by whether a token is inside, [K] bool."""
+    """Return the share of the variance of `levels` explained by whether a token is inside, [K] bool."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -213,31 +208,31 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error, nats, that a different expert can explain in a model that may have none."""
+    """Return the largest logit error, nats, that is attributed to different experts if the model may have none."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return [K] bool: the tokens whose d exceeds rounding, at a false discovery rate of FALSE_SHARE.
+    """Return a mask, [K] bool, of the tokens whose d exceeds rounding, at a false discovery rate of FALSE_SHARE.
 
-    Rounding errors of a logit are taken to follow a t distribution with six degrees of freedom. Its scale is measured
+    Rounding errors of a logit are assumed to follow a t distribution with six degrees of freedom. Its scale is measured
     in the run, but kept between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # Too few uncertain tokens do not show how large rounding is in this run.
+    # With too few uncertain tokens, the level of rounding in this run cannot be measured.
     least = allowed / LEAST_SHARE if uncertain.sum() >= MIN_UNCERTAIN else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Nearly certain tokens have a different level of noise from the others, so they are compared with what the dtypes
+    # The noise at nearly certain tokens differs from that at other tokens, so they are compared with what the dtypes
     # allow.
     spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
     chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))
     order = np.sort(chance)
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
     off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
-    # A chance flip of one router in a mixture of experts changes a token by less than this.
+    # If one router of a mixture of experts flips by chance, the logprob changes by less than this.
     return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
 
 
@@ -249,28 +244,25 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost of naming any cause, nats: by chance, one run in 3,000 gets one."""
+"""Cost of reporting any cause, nats. It limits causes reported by chance to one run in 3,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """An explanation, and the tokens it accounts for if it is accepted."""
-
     finding: Finding
     tokens: np.ndarray
-    """[N] bool: tokens that it explains."""
+    """[N] bool: tokens that it explains if it is accepted."""
     gain: float
-    """Increase in the log likelihood of d over no explanation, nats."""
+    """Increase in the log likelihood of d compared with no explanation, nats, minus the cost."""
     left: float | None = None
-    """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
+    """Share of the mismatch at `tokens` that the prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
-    """Lower with fewer parameters. Of the explanations with at least half of the best gain, the lowest rank wins."""
+    """Lower for fewer parameters. Among the explanations with at least half of the best gain, the lowest rank wins."""
     right: np.ndarray | None = None
-    """[N] d with the fault corrected, e.g. values moved or units converted; None if it cannot be corrected."""
+    """[N] d after correcting the fault, e.g. by moving values or converting units; None if it cannot be corrected."""
     place: Where | None = None
-    """Place that the explanation is confined to."""
     beside: Finding | None = None
-    """Finding about the place, if the explanation covers only the values there."""
+    """Finding that describes the place, if the explanation covers only the values at that place."""
 
 
 def predicting(
@@ -278,7 +270,8 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
 
-    `cost`: of its parameters, nats. `is_right`: the residual is what d would be without the fault, to be judged again.
+    `cost` is the cost of its parameters, nats. If `is_right`, the residual is what d would be without the fault, and is
+    judged again.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -294,8 +287,8 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign
-    half the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats."""
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Each sign
+    is equally likely for a rounding error, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats."""
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
@@ -307,7 +300,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens, [K] bool, are off, not by how much: it fits a level there."""
+    """Return an explanation that predicts at which tokens, [K] bool, d is large. How large it is there is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

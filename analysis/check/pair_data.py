@@ -1,7 +1,7 @@
 """Input of the detectors: the sampled tokens that no finding explains yet, contracts, sums over the run, and the
-precision of both passes with the rounding that it allows.
+precision of both passes, which determines how much rounding to expect.
 
-Shapes: N sampled tokens in S sequences; K kept tokens, those that no earlier finding explains.
+Shapes: N sampled tokens in S sequences; K kept tokens, which no earlier finding explains.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ Value = TypeVar("Value")
 FEW_TOKENS = 500
 """Below this many tokens, only gross faults can be detected."""
 MIN_REST = 0.02
-"""Minimum 1 - p of an informative token: below it, changes in the logits barely show up in the logprob."""
+"""Minimum 1 - p of an informative token. Below it, changes in the logits barely affect the logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
-"""Pseudo-count of tokens by which the average of each token id is shrunk towards the overall mean."""
+"""Pseudo-count of tokens used to shrink the mean of each token id towards the overall mean."""
 
 
 @dataclass(kw_only=True)
 class PairData:
-    """Everything a detector can use."""
-
     trace: str
     steps: str = ALL_STEPS
     """The `steps` option as given."""
@@ -44,18 +42,12 @@ class PairData:
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
-    """Contract hash -> contract."""
     passes: list[str]
-    """All passes in the trace that have logprobs."""
     has_weights: bool
     is_import: bool
-    """True if the trace was imported from another tool's files."""
     model: dict[str, Any]
-    """Recorded description of the trained model."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Training attempts; empty if there was only one."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
-    """Comparison of the engine's weights with the trainer's, by digest."""
     first: tuple[int, float] | None = None
     """First step of the run and the rms of d there, nats; None if that step is among the selected ones."""
     keep: np.ndarray
@@ -77,7 +69,8 @@ class PairData:
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens where `right` is NaN are
-        dropped, and so are those whose d is as large as it was at `tokens`: they are misplaced, too."""
+        dropped. If other tokens of a row have a similarly large d, the row is dropped except for `tokens`, because its
+        values are misplaced, too."""
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
@@ -131,9 +124,9 @@ class PairData:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] d per change in the token's logit that would explain it. For small d this is 1 - p (arXiv 2512.23087);
-        otherwise the change is the difference of the log-odds, and the scale lies between the two sides' 1 - p, each
-        at least LEAST_REST."""
+        """[K] ratio of d to the change in the token's logit that would explain it. For small d this is 1 - p (arXiv
+        2512.23087); otherwise the change is the difference of the log-odds, and the ratio lies between the two sides'
+        values of 1 - p, each at least LEAST_REST."""
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -153,7 +146,8 @@ class PairData:
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean of the token id: what depends on where a token is, not on which."""
+        """[K] `level` minus the shrunken mean of the token id, so that only the effect of a token's location is
+        left."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -164,7 +158,6 @@ class PairData:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Results cached by `once`."""
         return {}
 
     @property
@@ -172,7 +165,6 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        """Return the root mean square of d over the kept tokens, or those in `where`, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
@@ -188,8 +180,6 @@ class PairData:
 
 
 def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
-    """Cache the result of a function for each PairData."""
-
     @wraps(work)
     def known(data: PairData) -> Value:
         if known not in data.memo:
@@ -201,7 +191,6 @@ def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
 
 
 def declared(contract: Contract, *path: str) -> Any:
-    """Return the value at a nested path in a contract, or None."""
     value: Any = contract
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -216,7 +205,7 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
     return found
 
 
-# --- Precision of the passes, and the rounding that it allows
+# --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
 """dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
@@ -224,34 +213,33 @@ in float32 differ by more than float32 rounding, because their kernels round the
 8 billion parameters).
 """
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`, because large logits have large
-errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models of up to
-130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very
-sharp policies."""
+"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`. `spread` is a factor because
+large logits have large errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an
+H100 (models of up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and
+up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Steps between probabilities of 0 and 1 to try."""
+"""Numbers of equal steps from probability 0 to 1 that are tried as grids."""
 _SMALLEST_NATS = 8.0
-"""Assumed error of the smallest of evenly spaced probabilities, nats."""
 MAX_EXCESS = 2.5
-"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`; at or below it, `kinds`
-decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random
-policies, 99% stay below it; the largest reaches 3.5."""
+"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier
+decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies,
+99% stay below it, and the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds, nats."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from the grid
-at which a logit difference counts as on it, in steps: four times the error of a float32 logprob."""
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from the grid,
+in steps, at which a logit difference is considered to be on it: four times the error of a float32 logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """dtypes of one pass, declared by its contract or inferred from its values; None where unknown."""
+    """dtypes of one pass, as declared by its contract or inferred from its values; None where unknown."""
 
     declared: str | None
     logits: str | None
@@ -263,7 +251,7 @@ class Precision:
 
     @property
     def rounded(self) -> str | None:
-        """What the logprobs were rounded to, if coarser than float32; else None."""
+        """`values` if it is coarser than float32, else None."""
         return None if self.values == "float32" else self.values
 
     @property
@@ -292,7 +280,6 @@ def precisions(data: PairData) -> tuple[Precision, Precision]:
 
 
 def coarsest(data: PairData) -> dict[str, str | None]:
-    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
     return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
 
 
@@ -313,10 +300,11 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, or `steps
-    of` some size, or `probabilities in steps of` a fraction; None if too few are informative.
+    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, `steps of`
+    some size, or `probabilities in steps of` a fraction; None if too few are informative.
 
-    If 95% of the values fit both a float and a grid, the float wins unless the grid has less than half as many values.
+    If 95% of the values fit both a dtype and a grid, the dtype is returned unless the grid has less than half as many
+    points.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -326,7 +314,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     bits = telling.view(np.uint32)
     lowest = (bits & (~bits + np.uint32(1))).astype(float)
     significant = np.quantile(24 - np.minimum(np.log2(lowest), 23), 0.95, method="higher")
-    # Values near 0 have a float of their own, but are all 0 on a grid.
+    # Values near 0 are distinct as floats, but all become 0 on a grid.
     low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
     possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
     for name, step in _steps(values[counts > 1].astype(float)):
@@ -342,7 +330,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 
 
 def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
-    """Return grid steps to try, by name: decimals, and the common divisor of the values that repeat."""
+    """Return the grid steps to try, with their names: decimals, and the common divisor of repeated values."""
     steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
     least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
     if least > 1e-4:
@@ -363,7 +351,7 @@ def allowed_noise(data: PairData) -> float:
 @once
 def spread(data: PairData) -> float:
     """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation,
-    and if most tokens are probable their mean, added in quadrature."""
+    added in quadrature to their mean if that is positive."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
@@ -394,14 +382,14 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
-        # Any smaller probability may be stored as the smallest one.
+        # All smaller probabilities may have been stored as the smallest one.
         return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), _SMALLEST_NATS))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return the logit error [K] that would explain d, plus the error from rounding of the recorded values, nats."""
+    """Return the logit error that would explain d, plus the error from rounding of the recorded values, [K] nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
@@ -413,7 +401,8 @@ def levels(data: PairData) -> np.ndarray:
 
 
 def level(data: PairData) -> float:
-    """Return sqrt(sum d^2 / sum (1 - p)^2), nats: the rms change of the logits that explains d, clipped at 99%."""
+    """Return sqrt(sum d^2 / sum (1 - p)^2), nats: the rms change of the logits that explains d, clipped at the 99th
+    percentile."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     if not len(noise):
@@ -448,7 +437,6 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
 
 @once
 def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of pairs of kept tokens with different ids in the same context and step."""
     keys = data.sample.prefix_keys[data.keep]
     steps = data.sample.steps[data.seq]
     tokens = data.sample.tokens[data.keep]

@@ -1,4 +1,4 @@
-"""What a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
+"""Read the input of a check: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
 
 Shapes: N sampled tokens in S sequences, concatenated.
 """
@@ -25,7 +25,8 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum number of steps whose tokens are read: enough to tell a level from a trend, few enough to take seconds."""
+"""Maximum number of steps whose tokens are read: enough to distinguish a constant mismatch from a trend, and few enough
+to read within seconds."""
 MIN_SAMPLED_STEPS = 2
 """Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
@@ -33,35 +34,33 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this, nats. In a flat-tailed model, 5% of the samples are."""
+"""A token is unlikely if logprob + entropy is below this, nats. In a model with flat-tailed
+distributions, 5% of the sampled tokens are unlikely."""
 MIN_UNSAMPLED_RUN = 4
-"""This many unlikely tokens in a row were probably not sampled; in healthy runs, under 2% of the sequences have them.
-"""
+"""Minimum number of consecutive unlikely tokens to conclude that they were not sampled. In healthy runs, fewer than 2%
+of the sequences have that many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums over the tokens of R sequences; see schemas.sums."""
+    """Sums over the tokens of each of R sequences, as defined in schemas.sums."""
 
     steps: np.ndarray
-    """[R] step of each sequence."""
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R]; 0 for sequences without a finite logprob in both passes."""
+    """Name of a sum -> [R] values; 0 for sequences in which no token has a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with a finite logprob in both passes."""
         return int(self.columns["num_tokens"].sum())
 
     @property
     def num_not_finite(self) -> int:
-        """Tokens whose logprob is NaN or infinite in either pass."""
         return int(self.columns["num_nan"].sum() + self.columns["num_inf"].sum())
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d, nats; independent of the order of the sequences."""
+        """Root mean square of d, nats. It is the same for any order of the sequences."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
 
     @property
@@ -75,9 +74,10 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. A cluster computes and stores them first.
+    """Read the sums stored in the trace, or compute them from the tokens. If there is a cluster, it first computes and
+    stores them.
 
-    `names` are columns of schemas.sums, with those of NEEDED_SUMS first.
+    `names` are columns of schemas.sums, starting with NEEDED_SUMS.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
@@ -92,7 +92,6 @@ def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEED
         ).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:
-        # Without a mask, no other table is needed.
         passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
         query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
         parts = []
@@ -115,8 +114,6 @@ def _sums_of_rows(names: tuple[str, ...], rows: pa.RecordBatch) -> dict[str, np.
 
 @dataclass(kw_only=True)
 class PassSample:
-    """One pass at the sampled tokens."""
-
     name: str
     logprobs: np.ndarray
     """[N] float64, nats; NaN where missing."""
@@ -138,18 +135,15 @@ class PassSample:
 
 @dataclass(kw_only=True)
 class Sample:
-    """Tokens from a sample of steps, with the values of two passes."""
-
     a: PassSample
     b: PassSample
     tokens: np.ndarray
     """[N] token ids."""
     mask: np.ndarray
-    """[N] bool: True where the token counts in the loss."""
+    """[N] bool: True for tokens included in the loss."""
     starts: np.ndarray
     """[S + 1] offset of each sequence's first token, then N."""
     steps: np.ndarray
-    """[S]"""
     seq_ids: list[str]
     group_ids: list[str | None]
     prompts: list[list[int] | None]
@@ -161,7 +155,7 @@ class Sample:
     outcomes: dict[str, np.ndarray]
     """`reward` and `advantage` -> [S] values, NaN where unknown."""
     finish_reasons: list[str | None]
-    """[S] why sampling ended; None where unknown."""
+    """[S] reason why sampling ended; None where unknown."""
 
     @cached_property
     def num_sequences(self) -> int:
@@ -184,13 +178,13 @@ class Sample:
 
     @cached_property
     def previous(self) -> np.ndarray:
-        """[N] int64 id of the token before, in the same response; -1 for the first."""
+        """[N] int64 id of the preceding token in the response; -1 for the first token."""
         before = np.concatenate([[-1], self.tokens[:-1].astype(np.int64)])
         return np.where(self.position > 0, before, -1)
 
     @cached_property
     def bigrams(self) -> np.ndarray:
-        """[N] int64 that identifies each token together with the one before it."""
+        """[N] int64 that identifies the pair of each token id and the preceding one."""
         return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
 
     @cached_property
@@ -207,7 +201,7 @@ class Sample:
 
     @cached_property
     def compared(self) -> np.ndarray:
-        """[N] bool: True where the token counts in the loss and both logprobs are finite."""
+        """[N] bool: True for tokens included in the loss whose logprobs are finite in both passes."""
         return np.asarray(self.mask & np.isfinite(self.d))
 
     @property
@@ -238,7 +232,7 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return the length of each token's run of equal flags within its sequence, [N]."""
+    """Return the length of the run of equal flags that each token is in, within its sequence, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 
@@ -277,7 +271,6 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
 
 
 def _within(table: pa.Table) -> pa.Table:
-    """Keep the first rows of every step, at most MAX_SAMPLED_TOKENS tokens in all."""
     tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
@@ -316,7 +309,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
-    # Python scalars in Arrow would import pandas.
+    # Passing Python scalars to Arrow would import pandas.
     known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
     return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 

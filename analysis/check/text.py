@@ -1,5 +1,3 @@
-"""Render a check as text, from its codes and numbers."""
-
 from __future__ import annotations
 
 import math
@@ -15,29 +13,27 @@ from .faults import evidence_text
 from .finding import Finding
 
 _INDENT = "  "
-_DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"
+_DATA = "rewards, advantages and groups (these do not affect the comparison of logprobs):"
 
 NOTES: Mapping[str, str] = {
-    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults near the level of rounding; record more "
+    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding; record more "
     "sequences",
-    "no_contract": "a pass has no contract, so its dtype, adapters and sampling are inferred from its numbers; record with "
-    "`tim-trace record`, or call Recorder.add_contract",
-    "no_entropies": "no entropies recorded: tokens that both sides scored but that were never sampled cannot be "
-    "detected",
-    "few_steps": "fewer than three steps: stale weights cannot be detected from the direction of the mismatch",
-    "no_prompts": "no prompts recorded: the precision of logits and prompt caches cannot be checked",
-    "attempts": "training was attempted {num_attempts} times; each step uses its newest attempt; {left_out}",
+    "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from "
+    "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
+    "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
+    "sampled cannot be detected",
+    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the direction of the mismatch",
+    "no_prompts": "prompts were not recorded, so the precision of logits and the use of prompt caches cannot be checked",
+    "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
 }
-"""Note code -> sentence."""
 
 BROKEN: Mapping[str | None, str] = {
     "recording": "the recording is wrong",
     "engine": "the engine is wrong",
     "trainer": "the trainer is wrong",
-    "computation": "engine or trainer is wrong",
+    "computation": "the engine or the trainer is wrong",
     "versions": "the policy versions of the two sides differ",
 }
-"""Code of the thing to fix (`finding.Broken`) -> phrase that names it."""
 
 
 def note_texts(result: CheckResult) -> list[str]:
@@ -48,13 +44,13 @@ def note_texts(result: CheckResult) -> list[str]:
     ]
     numbers = {
         "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),
-        "left_out": f"left out, because repeated later: {', '.join(again)}" if again else "no step was repeated",
+        "left_out": f"left out because they were repeated later: {', '.join(again)}" if again else "no step was repeated",
     }  # fmt: skip
     return [NOTES[code].format_map(numbers) for code in result.notes]
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
-    """Render a check: the verdict, then the evidence and the next command for every finding."""
+    """Render the verdict, then the evidence and the next command for every finding."""
     result = shown(result)
     inspected = (
         "all inspected individually"
@@ -77,7 +73,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
 def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     title = f"{number}. {finding.title} ({finding.code})"
     lines = [title, wrapped(evidence_text(finding), _INDENT, width)]
-    effect = "not a number" if math.isnan(finding.effect) else f"{finding.effect:.3g} nats rms"
+    effect = "undefined (no finite value)" if math.isnan(finding.effect) else f"{finding.effect:.3g} nats rms"
     lines.append(f"{_INDENT}effect: {effect} on {finding.share:.2%} of the tokens")
     if finding.broken:
         lines.append(f"{_INDENT}broken: {finding.broken}")

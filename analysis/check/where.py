@@ -1,7 +1,7 @@
-"""Where a mismatch is: the shortest description of the tokens that are off.
+"""Find where a mismatch occurs, as the shortest description of the affected tokens.
 
 A description splits the tokens by one feature, such as a setting of their sequence, a position or a token id. Its
-evidence is the gain in log likelihood, nats, from giving each part its own level of mismatch, minus the cost of naming
+evidence is the gain in log likelihood, nats, from fitting a separate level of mismatch to each part, minus the cost of
 the description.
 
 Shapes: K kept tokens in S sequences.
@@ -25,39 +25,39 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, nats. Among as many descriptions as are tried, chance reaches 10."""
+"""Minimum evidence for a description, nats. So many are tried that chance alone reaches 10."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences, or tokens, on each side of a threshold."""
+"""Minimum number of sequences or tokens on each side of a threshold."""
 MAX_COVERED = 0.95
 """Maximum share of the tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
-"""Minimum number of tokens that are off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Minimum number of rows that begin to be off after a token id, for the id to be looked for."""
+"""Token ids that trigger the mismatch are searched for only if it begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between such an id and the first visibly wrong token. Nearly certain tokens can mask the onset."""
+"""Maximum number of tokens between a triggering id and the first visibly wrong token. A gap is allowed because nearly
+certain tokens can mask the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """A description of the tokens that are off."""
+    """A description of the affected tokens."""
 
     feature: str
     """A key of FEATURES, or a feature with a number or a side in its name."""
     kind: Kind
-    """`from` or `before` a value, `one_of` some values, or `is` for a yes-or-no feature."""
+    """How the feature selects tokens: `from` a value on, `before` a value, `one_of` some values, or `is` for a
+    boolean."""
     values: tuple[Any, ...]
     """The threshold, or the values; empty for `is`."""
     inside: np.ndarray
     """[K] bool: tokens that fit the description."""
     gain: float
-    """Evidence for the description, nats."""
     ratio: float
-    """Mean mismatch inside over that outside."""
+    """Mean mismatch inside divided by the mean mismatch outside."""
     mean_ratio: float
-    """The same for arithmetic means, in which bit-identical tokens count little."""
+    """The same ratio of arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
     """Median logit error outside, nats."""
 
@@ -80,27 +80,34 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the previous token",
     "after_ids": "an earlier token's id",
-    "from_ids": "the id of this or an earlier token",
-    "token_repeated": "tokens that occurred before in the row",
-    "later_turn": "the second turn of a conversation or a later one",
+    "from_ids": "the id of this token or an earlier one",
+    "token_repeated": "tokens that occurred earlier in the row",
+    "later_turn": "tokens after the first turn of a conversation",
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
     "version": "the policy version that sampled the sequence",
+    "version_a": "the policy version that pass a scored the sequence with",
+    "version_b": "the policy version that pass b scored the sequence with",
     "lag": "the number of updates between trainer and engine",
+    "writer": "the writer",
+    "contract": "the contract",
+    "forward_row": "the row index in the forward pass",
+    "pad_left": "the left padding",
     "row": "the index of the row in its step",
     "group_rank": "the index of the row in its group",
-    "group_id": "the prompt's group",
-    "prompt_seen_before": "prompts that occurred at an earlier step",
-    "reward_above_0": "a reward above 0",
-    "advantage_above_0": "an advantage above 0",
+    "group_id": "the group id",
+    "prompt_seen_before": "the flag `prompt occurred at an earlier step`",
+    "reward_above_0": "the flag `reward above 0`",
+    "advantage_above_0": "the flag `advantage above 0`",
     "finish_reason": "the finish reason",
-    "response_length": "the response's length in tokens",
-    "prompt_length": "the prompt's length in tokens",
-    "total_length": "the length of prompt and response in tokens",
-    "shorter_prompt_of_step": "a prompt shorter than the longest in the step",
-    "shorter_total_of_step": "a row shorter than the longest in the step",
+    "response_length": "the response length in tokens",
+    "prompt_length": "the prompt length in tokens",
+    "total_length": "the combined length of prompt and response in tokens",
+    "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
+    "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name."""
+"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass to features of one
+pass."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
@@ -108,17 +115,17 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), numbers["values"]
     name, _, last = feature.rpartition("_")
     if name in ("first_of_chunk", "last_of_chunk"):
-        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal chunks"
+        return f"all at the {name.split('_')[0]} token of a chunk, if prompt and response together are split into {last} equal chunks"
     if name == "every":
-        return f"all at one of every {last} tokens of a row, with an offset that differs by row"
+        return f"all at one in every {last} tokens of a row, at an offset that can differ by row"
     if name == "not_first_of":
-        return f"all in rows that are not the first of every {last} rows"
+        return f"all in rows other than the first of each block of {last} rows"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
-        return f"all in rows whose {name.split('_')[1]} is shorter than the longest one in each block of {last} rows"
+        return f"all in rows whose {name.split('_')[1]} length is below the maximum in their block of {last} rows"
     if name in ("phase", "phase_total"):
         counted = "prompt and response" if name == "phase_total" else "the response"
-        return f"all where the position in {counted}, divided by {last}, leaves a remainder of {values}"
-    side = f" of side {last}" if last in ("a", "b") else ""
+        return f"all where the position in {counted} modulo {last} is {values}"
+    side = f" of pass {last}" if last in ("a", "b") else ""
     phrase = FEATURES.get(feature, FEATURES.get(name, name if side else feature).replace("_", " ") + side)
     if kind == "is":
         return f"all at {phrase}"
@@ -130,7 +137,6 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 @once
 def places(data: PairData) -> list[Where]:
-    """Return the descriptions of where the mismatch is large, best first."""
     noise, level = logit_error(data), levels(data)
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
@@ -148,12 +154,12 @@ def places(data: PairData) -> list[Where]:
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return a minimal set of token ids after which rows are off, found where rows begin to be off; empty if there is none.
+    """Return a minimal set of token ids that seem to trigger the mismatch; empty if there is none.
 
-    An id counts if it is near the onset in several rows, and well before the onset in few.
+    An id qualifies if it occurs just before the onset in several rows, and well before the onset in only a few.
     """
     noise = logit_error(data)
-    off = noise > 50 * np.quantile(noise, 0.1)  # six standard deviations of what is not off
+    off = noise > 50 * np.quantile(noise, 0.1)  # six standard deviations of the unaffected tokens
     if not MIN_TRIGGERED < off.sum() < MAX_COVERED * data.num_kept:
         return []
     tokens = data.sample.tokens[data.keep]
@@ -185,7 +191,6 @@ def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
-    """Return a [K] bool mask that is True after the first of these ids in prompt and response."""
     there = np.isin(data.sample.tokens[data.keep], ids)
     out = np.zeros(data.num_kept, bool)
     for first, last in zip(*_row_bounds(data), strict=True):
@@ -198,7 +203,8 @@ def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. `values` and `level` are per sequence of `rows`, or per token if None."""
+    """Return the best split by a feature. `values` and `level` have one entry per sequence in `rows`, or per token
+    if `rows` is None."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -211,7 +217,7 @@ def _split(
     gain, kind, chosen = best
     if kind == "one_of" and values.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
         if name.startswith("token"):
-            # Some ids beyond a limit may agree by chance, or a few below it be off.
+            # Some ids above the limit may agree by chance, and a few below it may not.
             limit = int(np.quantile(chosen, 0.01, method="lower"))
             if np.mean((place >= limit) == np.isin(place, chosen)) > 0.97:
                 kind, chosen = "from", np.arange(limit, len(known))
@@ -272,7 +278,7 @@ def _best(
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
-        if name.startswith("token"):  # tokens with one id have similar levels, so the split must also hold between ids
+        if name.startswith("token"):  # tokens with one id have similar levels, so the means of the ids must split, too
             means, size = sums / counts, np.arange(1, len(known))
             of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
             worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
@@ -284,7 +290,7 @@ def _best(
         order = np.argsort(-(sums / counts), kind="stable")
         inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
         size = np.arange(1, len(known))
-        # Naming m of n values costs the logarithm of the number of ways to choose m of n.
+        # Listing m of n values costs the logarithm of the number of ways to choose m of n.
         worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
@@ -292,7 +298,6 @@ def _best(
 
 
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
-    """Return feature -> its value for each sequence, [S]."""
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
     columns: dict[str, np.ndarray] = {
@@ -322,7 +327,6 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
 
 
 def token_columns(data: PairData) -> dict[str, np.ndarray]:
-    """Return feature -> its value for each kept token, [K]."""
     sample, position = data.sample, data.position
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
@@ -354,7 +358,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between successive tokens that are off in a row, if it is nearly always the same."""
+    """Return the distance between successive affected tokens of a row, if it is nearly constant."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
@@ -365,12 +369,12 @@ def _period(data: PairData) -> int | None:
     if len(gaps) < MIN_PERIODIC:
         return None
     usual = int(values[np.argmax(counts)])
-    # A token in between may be missed, so the distance can be a multiple of the period.
+    # Affected tokens in between may be missed, so the distance can be a multiple of the period.
     return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.75 else None
 
 
 def later_turn(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True from the second turn on, that is after a masked token that follows a counted one."""
+    """Return [N] bool: True from the second turn on, i.e. after a masked token that follows an unmasked one."""
     out = np.zeros(len(sample.tokens), bool)
     for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
         counted = np.cumsum(sample.mask[first:last]) > 0
@@ -390,7 +394,7 @@ def recorded_order(sample: Sample) -> np.ndarray:
 
 @once
 def occurrences(data: PairData) -> dict[str, np.ndarray]:
-    """Return how often each token, [K], occurs earlier in its `response`, and in its `row`, i.e. prompt and response."""
+    """Return how often each token, [K], occurs earlier in its `response` and in its `row` (prompt and response)."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     given = [np.asarray(each or (), np.int64) for each in sample.prompts]
@@ -417,7 +421,6 @@ def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return the largest value in the batch of each sequence, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
@@ -425,7 +428,6 @@ def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
-    """Return the index of each sequence in its group, [S], in recorded order; NaN without groups."""
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
     names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
@@ -436,7 +438,6 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
-    """Return the number of earlier rows with the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
@@ -445,7 +446,7 @@ def rank_of(label: np.ndarray) -> np.ndarray:
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
     """Return the part of the rows, as text and as [S] bool, in which `values`, [S], differ most from the rest; None if
-    chance may explain it. Only features fixed before sampling are tried. NaN: no value."""
+    that may be due to chance. Only features known before sampling are tried. NaN means no value."""
     there = np.isfinite(values)
     found = []
     for name, column in sequence_columns(sample).items():

@@ -87,7 +87,7 @@ def test_tokens_at_one_place_are_found_with_their_place(tmp_path, change, featur
     assert first.code == "one_place"
     assert first.numbers["feature"] in features
     assert first.numbers["num_tokens"] == 4 * 32
-    assert "all others by" in evidence_text(first)
+    assert "and the rest by" in evidence_text(first)
 
 
 def test_tokens_at_the_boundary_of_chunks_are_found(tmp_path):
@@ -168,8 +168,8 @@ def test_one_wrong_token_of_117_is_not_valid_and_has_its_position(tmp_path):
     (first,) = found.findings
     assert (found.is_valid, first.code) == (False, "unexplained")
     assert [first.numbers[name] for name in ("num_tokens", "of_tokens", "position", "seq_id")] == [1, 117, 17, "y"]
-    assert "position 17 of sequence 'y' of step 1" in evidence_text(first)
-    assert checked_text(found).startswith("NOT VALID, engine or trainer is wrong")
+    assert "position 17 of sequence 'y' at step 1" in evidence_text(first)
+    assert checked_text(found).startswith("NOT VALID, the engine or the trainer is wrong")
 
 
 # --- The computation --------------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_a_judged_kind_says_how_probable_it_is_why_and_what_else_it_may_be(tmp_p
     assert 0.5 < first.numbers["probability"] <= 1
     assert first.weight == first.numbers["probability"]
     assert REASONS[first.numbers["reason_0"]]
-    assert evidence_text(first).startswith(f"{first.numbers['probability']:.0%} probable; typical causes: ")
+    assert evidence_text(first).startswith(f"probability {first.numbers['probability']:.0%}; typical causes: ")
 
 
 def test_values_of_one_step_say_the_step(tmp_path):
@@ -493,7 +493,7 @@ def test_values_of_one_step_say_the_step(tmp_path):
 
     first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32), tmp_path / "trace")
     assert (first.code, first.numbers["in_steps"]) == ("shift", "2")
-    assert evidence_text(first).endswith("all of it occurs in step 2")
+    assert evidence_text(first).endswith("all affected tokens are at step 2")
 
 
 # --- Contracts, limits of ids, and mismatches that begin later ---------------------------------------------------------------
@@ -600,7 +600,7 @@ def test_rows_that_are_each_shifted_by_their_own_number_of_tokens_are_found(tmp_
     first = first_of(Recording(rollout=shifted_by(lambda row: row % 4)), tmp_path / "trace")
     assert (first.code, first.signal, first.numbers["counted"]) == ("shift", "own_lags", "place of 4")
     assert (first.numbers["least"], first.numbers["largest"]) == (-3, -1)
-    assert "by its index in each block of 4 rows" in evidence_text(first)
+    assert "by its index in its block of 4 rows" in evidence_text(first)
 
 
 def test_a_shift_that_is_the_same_in_all_rows_is_no_other_tokenisation(tmp_path):
@@ -648,7 +648,7 @@ def test_a_frequency_penalty_has_its_size_per_occurrence(tmp_path):
     first = first_of(Recording(rollout=with_penalty(0.2, by_count=True), contracts=BOTH_FP32), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["by_count"]) == ("penalty", "repeated", 1)
     assert first.numbers["slope"] == pytest.approx(0.2, abs=0.05)
-    assert "for each time that it occurred before in the response" in evidence_text(first)
+    assert "for each time it occurred earlier in the response" in evidence_text(first)
 
 
 def test_a_factor_on_the_logits_is_no_penalty(tmp_path):
@@ -678,7 +678,7 @@ def test_rows_that_are_off_after_some_ids_read_these_ids_differently(tmp_path):
     first = first_of(run, tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["feature"]) == ("row_context", "ids", "from_ids")
     assert set(first.numbers["values"].split(", ")) <= {"3", str(END - 3)}
-    assert "the id of this or an earlier token is one of" in checked_text(check(tmp_path / "trace"), 400)
+    assert "the id of this token or an earlier one is one of" in checked_text(check(tmp_path / "trace"), 400)
 
 
 @pytest.mark.parametrize("chunk", [3, 8])

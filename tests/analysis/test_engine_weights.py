@@ -270,7 +270,7 @@ def test_check_says_which_tensor_is_behind_and_asks_no_logprobs(tmp_path):
     numbers = {name: finding.numbers[name] for name in ("cause", "tensor", "holds_version", "trainer_version")}
     assert numbers == {"cause": "partial_sync", "tensor": DOWN, "holds_version": 0, "trainer_version": 3}
     assert 0 < finding.share < 1
-    assert f"the engine's {DOWN} is from version 0, while the trainer is at 3" in checked_text(found)
+    assert f"the engine's {DOWN} is from version 0, while the trainer is at version 3" in checked_text(found)
     assert finding.next.command.endswith("--engine")
     assert json.loads(tim_trace("check", tmp_path / "t", "--json").stdout)["findings"][0]["numbers"]["tensor"] == DOWN
 
@@ -318,7 +318,7 @@ def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):
         (lambda: [row(v, UP, 100 + v, given=900 + v) for v in range(4)], "matches the trainer's at no recorded version"),
         (lambda: [row(v, UP, 100 + v, held=100) for v in range(4)], "it was never sent"),
         (lambda: [row(v, UP, 100 + v, given=100 + v, held=100) for v in range(4)], "at version 3 was not loaded"),
-        (lambda: [row(v, UP, 100 + v, given=99 + v if v else 100) for v in range(4)], "last sent at version 3, already stale then"),
+        (lambda: [row(v, UP, 100 + v, given=99 + v if v else 100) for v in range(4)], "last sent at version 3 and already stale then"),
     ],
 )  # fmt: skip
 def test_every_cause_has_its_sentence(tmp_path, rows, sentence):

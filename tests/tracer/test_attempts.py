@@ -158,8 +158,8 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     checked = check(traces[0])
     note = note_texts(checked)[checked.notes.index("attempts")]
     assert note == (
-        "training was attempted 2 times; each step uses its newest attempt; left out, because repeated later: "
-        "steps 5 to 6 of attempt 1"
+        "training was attempted 2 times; only the newest attempt at each step is used; left out because they were "
+        "repeated later: steps 5 to 6 of attempt 1"
     )
     assert check(traces[0]).rms_d == pytest.approx(check(traces[1]).rms_d, rel=1e-13)
     assert check(traces[0]).rms_d < 0.1 < 3

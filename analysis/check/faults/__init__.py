@@ -1,5 +1,3 @@
-"""The faults that a check can detect, one file per fault or group of faults."""
-
 from __future__ import annotations
 
 from ..finding import Finding
@@ -31,11 +29,10 @@ ALL = (
 )  # fmt: skip
 
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
-"""Fault code -> name. With any of these faults, differences between the passes do not measure numerical error."""
+"""Fault code -> title. With any of these faults, differences between the passes are not a measure of numerical
+error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
-"""Code of a fault-free verdict -> name."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Code of a cause of differing weights, in `numbers["cause"]` if the recording shows it -> name."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
@@ -44,19 +41,19 @@ _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal 
 def evidence_text(finding: Finding) -> str:
     text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
     if "rival" in finding.numbers:
-        text += f"; {finding.numbers['rival_probability']:.0%} for: {KIND_TITLES[str(finding.numbers['rival'])]}"
+        text += f"; second most probable ({finding.numbers['rival_probability']:.0%}): {KIND_TITLES[str(finding.numbers['rival'])]}"
     if "since_step" in finding.numbers:
-        text += f"; all of it occurs at step {finding.numbers['since_step']} or later; before that, the passes agree"
+        text += f"; all affected tokens are at step {finding.numbers['since_step']} or later"
     if "in_steps" in finding.numbers:
         steps = str(finding.numbers["in_steps"])
-        text += f"; all of it occurs in step{'s' if ',' in steps else ''} {steps}"
+        text += f"; all affected tokens are at step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
         where = {name: finding.numbers.get(f"part_{name}") for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""
         text += f"; only {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences are affected{which}"
     if "within_feature" in finding.numbers:
         where = {name: finding.numbers.get(f"within_{name}") for name in ("feature", "kind", "values")}
-        text += f"; the tokens that are off among these: {where_text(where)}"
+        text += f"; the tokens among these that exceed rounding are {where_text(where)}"
     if "behind" in finding.numbers:
         text += f"; visible only after correcting for: {TITLES[str(finding.numbers['behind'])]}"
     return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text

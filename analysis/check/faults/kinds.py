@@ -1,4 +1,4 @@
-"""Mismatches that no explanation predicts token by token, by kind or by place, and the verdicts without a fault."""
+"""Faults identified only by kind or by place, without predicting d token by token, and the fault-free verdicts."""
 
 from __future__ import annotations
 
@@ -47,40 +47,41 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """A mismatch no larger than rounding is a fault only if its probability of being rounding is below this. With each
 author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it.
-Of 495 runs by an author whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is
-left out at a time."""
+Of 495 runs by an author whose random policies are far sharper, 64 are below it, or 14 if only a quarter of that
+author's kinds is left out of the fit at a time."""
 CLEAR_LAG = 2.5
-"""Minimum |along_movement|, in standard errors, to report which side's weights are behind."""
+"""Minimum |along_movement|, in standard errors, for reporting which side's weights are behind."""
 CLEAR_FADE = 4.0
-"""Decline of the mismatch along responses, in standard errors, above which it is not due to weights alone. Stale and quantised
-weights reach at most 2.7 in the 45 such runs of two sets that this bound was chosen on."""
+"""Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45
+runs with stale or quantised weights that this bound was chosen on, the decline is at most 2.7."""
 TAIL_RATIO = 10.0
-"""Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches six to eight."""
+"""Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches 6 to 8."""
 
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
-        "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
+        "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), but "
         + SIZE,
         "judged": judged(
-            "quantised, converted or wrongly loaded weights; rotary, norm, attention, soft cap, experts, precision"
+            "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
+            "cap, expert or precision"
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives the same tokens different values", broken="computation",
-    evidence={"judged": judged("dropout, noise, or a context that is not recorded")}, words={"judged": judged_words},
+    evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
 )  # fmt: skip
 _HINTS = {
-    "prompt": "BOS, template, truncation, a cached prefix, or another mask over the prompt",
-    "turns": "a template that drops or rewrites earlier turns or tool output, positions that start again",
-    "neighbours": "attention over padding, positions that count padding, packed rows that see each other",
-    "cut": "prompts cut to a length, or read in chunks of which some are lost",
-    "group": "another prompt's cached prefix, or a prompt in another order",
-    "padding": "attention over padding, or positions that count it; rows with padding are off",
-    "packing": "attention across the rows of a pack; only the first row of each pack is right",
-    "ids": "embeddings of these ids that differ, a mask that takes them for padding, ids that one side maps to others",
+    "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
+    "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
+    "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
+    "cut": "prompts truncated to a maximum length, or chunks of prompts that were lost",
+    "group": "the cached prefix of a different prompt, or a prompt whose parts are in a different order",
+    "padding": "attention to padding, or positions that include it; only rows with padding are affected",
+    "packing": "attention between packed rows; only the first row of each pack is correct",
+    "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to different ones",
 }
 ROW_CONTEXT = Fault(
     code="row_context", title="the two sides read different contexts", broken="computation",
@@ -88,12 +89,12 @@ ROW_CONTEXT = Fault(
     words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
         "prompt": "the two sides read different prompts",
-        "cut": "long prompts are cut or only partly read on one side",
-        "group": "the two sides read different prompts: some prompts have another one's prefix",
+        "cut": "one side truncates long prompts or reads only part of them",
+        "group": "the two sides read different prompts: some prompts have the prefix of a different one",
         "turns": "later turns have a different context",
-        "neighbours": "padding is attended to, or packed rows see each other",
-        "padding": "padding is attended to or counted in positions",
-        "packing": "packed rows see each other",
+        "neighbours": "padding is attended to, or packed rows attend to each other",
+        "padding": "padding is attended to or included in positions",
+        "packing": "packed rows attend to each other",
         "ids": "the two sides read some token ids differently",
     },
 )  # fmt: skip
@@ -101,7 +102,8 @@ ONSET = Fault(
     code="position_onset", title="the mismatch begins inside sequences", broken="computation",
     evidence={
         "judged": judged(
-            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, an update during sampling"
+            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update "
+            "during sampling"
         )
     },
     words={"judged": judged_words},
@@ -109,14 +111,14 @@ ONSET = Fault(
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
-        "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median "
-        "({bulk:.2g} nats of a logit); for these, the router chose different experts"
+        "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the "
+        "median ({bulk:.2g} nats in the logit); for these, the two sides' routers chose different experts"
     },
     words={
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the pattern of a mixture of experts"
+            else "the mismatch looks like that of a mixture of experts"
         }
     },
 )  # fmt: skip
@@ -126,7 +128,6 @@ KINDS: Mapping[str, tuple[Fault, str]] = {
     "prompt": (ROW_CONTEXT, "prompt"), "turns": (ROW_CONTEXT, "turns"), "neighbours": (ROW_CONTEXT, "neighbours"),
     "onset": (ONSET, ""), "sampler": (PENALTY, ""), "values": (UNRELATED, "values"),
 }  # fmt: skip
-"""Fitted kind -> the fault and the cause to report."""
 TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
 
@@ -135,13 +136,13 @@ _IMPLIED = {
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
     "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"), "from_ids": ("prompt", "ids"),
 }  # fmt: skip
-"""Feature that sets the tokens apart -> the kind and the cause that it implies."""
+"""Feature that distinguishes the affected tokens -> the kind and the cause that it implies."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
-"""Features that only say where a mismatch is."""
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by each place that only describes a context; its kind is implied by the place or fitted."""
+    """Return an explanation for each place described by a feature in _CONTEXT. Its kind is implied by the place or
+    chosen by the model."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -154,7 +155,8 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, confined to `place` if given, and perhaps the next one."""
+    """Return the most probable kind of the mismatch, confined to `place` if given, and the next one if it is likely
+    enough."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -170,9 +172,9 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the mismatch at the first step is not yet larger at the place than elsewhere.
+    """Return True if, at the first step, the mismatch is not yet larger at the place than elsewhere.
 
-    Stale weights begin like this; a different context has its effect in the first step already.
+    That is the case for stale weights, whereas a different context already has its effect at the first step.
     """
     steps = data.sample.steps[data.seq]
     first = steps == steps.min()
@@ -184,16 +186,16 @@ def _begins_later(data: PairData, place: Where) -> bool:
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the probabilities of the kinds in KINDS, in the same order, rescaled to sum to 1."""
     known = {kind: value for kind, value in found.items() if kind in KINDS}
     total = max(sum(known.values()), 1e-12)
     return {kind: value / total for kind, value in known.items()}
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding that a place implies if the place consists of `tokens`, [N] bool, else None.
+    """Return the finding implied by a place that consists of `tokens`, [N] bool; None if there is no such place.
 
-    If the values are related, only padding and packing imply one, because prompts may be served by other replicas.
+    If the values are related, only padding and packing imply a finding, because different replicas may have served the
+    prompts.
     """
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
@@ -225,7 +227,7 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
     if name is None or _is_alternating(data, place) or _begins_later(data, place):
         return None
     if place.kind == "one_of" and not name.endswith(("_id", "_ids")):
-        return None  # some rows of each pack, or some lengths
+        return None  # only some rows of each pack, or some lengths, are affected
     if name == "group_id" and not _splits_steps(data, place):
         return None
     return _IMPLIED["pad_left" if name == "prompt_length" and place.kind == "before" else name]
@@ -275,7 +277,6 @@ def _next(data: PairData, kind: str) -> Advice:
 
 
 def equal_weights(data: PairData) -> Finding:
-    """The mismatch exceeds rounding although the digests of all weights agree."""
     return COMPUTATION.finding(
         data, "equal_weights", next=commands.triangulate(data, dtype_of(data.contract("a"))), numbers=measured(data)
     )
@@ -284,15 +285,15 @@ def equal_weights(data: PairData) -> Finding:
 def is_fault(data: PairData) -> bool:
     """Return True if the mismatch depends on things that rounding does not depend on.
 
-    The model is fitted to whole runs, so part of a run is never judged.
+    The model is fitted to whole runs, so it is not applied to part of a run.
     """
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """In a mixture of experts, most tokens agree within rounding, and a few differ by far more, in both directions.
-    `off`: [K] bool, the tokens that rounding does not explain."""
+    """Detect router flips in a mixture of experts: most tokens agree within rounding, and a few differ by far more, in
+    both directions. `off`, [K] bool, marks the tokens that rounding does not explain."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -339,13 +340,17 @@ _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "re
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
     sign = numbers["share_lower"]
-    lower = f", {sign:.0%} of them less likely to {numbers['a']} than to {numbers['b']}" if not 0.3 < sign < 0.7 else ""
+    lower = (
+        f"; {sign:.0%} of them are less likely under {numbers['a']} than under {numbers['b']}"
+        if not 0.3 < sign < 0.7
+        else ""
+    )
     return {"where": where_text(numbers), "sign_text": lower}
 
 
 _EVIDENCE = {
-    "place": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average{sign_text}: {where}; all others by "
-    "{elsewhere:.2g} nats"
+    "place": "{num_tokens:,} of {of_tokens:,} tokens, {where}, differ by {size:.3g} nats on average, and the rest by "
+    "{elsewhere:.2g} nats{sign_text}"
 }
 
 _ID_CAUSES = {"token_id": "some_ids", "token_before": "after_some_ids"}
@@ -353,9 +358,9 @@ _ID_CAUSES = {"token_id": "some_ids", "token_before": "after_some_ids"}
 ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-    causes={"some_ids": "some token ids are scored wrongly: their rows of the output head, a bias, or the ids themselves",
-            "after_some_ids": "tokens after some ids are scored wrongly: the embeddings of these ids",
-            "ids": "token ids on one side of a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
+    causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
+            "after_some_ids": "tokens after some ids are scored wrongly: the embeddings of these ids may be wrong",
+            "ids": "tokens with ids above or below a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(
     code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
@@ -364,8 +369,8 @@ BOUNDARY = Fault(
 SUBSET = Fault(
     code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
     evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the others "
-        "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
+        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the "
+        "rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
     words={
         "column": lambda n: {
@@ -376,7 +381,6 @@ SUBSET = Fault(
 
 
 def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """All tokens that are off are at the same sort of place in their sequence."""
     found = []
     for place in where:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
@@ -415,7 +419,6 @@ def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """The mismatch is concentrated in one engine, rank, policy version, setting, prompt or range of steps."""
     found = []
     for place in where:
         rows = np.unique(data.seq[place.inside])
@@ -445,28 +448,28 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which `rows` holds every sequence and before which it holds none, or None."""
+    """Return the step from which on `rows` contains every sequence and before which it contains none, or None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())
     return first if first > steps.min() and np.all(marked[steps >= first]) and not marked[steps < first].any() else None
 
 
-# --- Unexplained tokens, and verdicts without a fault
+# --- Unexplained tokens and fault-free verdicts
 
 
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
     if n.get("cause") != "high":
-        return {"bound_text": f", where rounding of {dtypes} usually gives at most {usual}"}
+        return {"bound_text": f"; rounding in {dtypes} usually causes at most {usual}"}
     most = f"{n['most']:.2g}, which one healthy run in 100 exceeds"
-    return {"bound_text": f", more than the {usual} that rounding of {dtypes} usually gives, but less than {most}"}
+    return {"bound_text": f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"}
 
 
 ROUNDING = Fault(
     code="rounding", title="rounding at the expected level", broken=None,
     evidence={
-        "rounding": "the logits differ by {level:.2g} nats rms{bound_text}, and no single token is off by more than rounding"
+        "rounding": "the logits differ by {level:.2g} nats rms{bound_text}, and no single token differs by more than rounding"
     },
     words={"rounding": _bound},
     causes={"high": "probably rounding, at an unusually high level"},
@@ -474,31 +477,35 @@ ROUNDING = Fault(
 TOO_FEW = Fault(
     code="too_few", title="too few tokens", broken=None,
     evidence={
-        "too_few": "only {num_tokens:,} comparable tokens: below {least:,} only missing values, bitwise equality and gross errors "
-        "are checked; record more sequences"
+        "too_few": "only {num_tokens:,} comparable tokens; with fewer than {least:,}, only missing values, bitwise "
+        "equality and gross errors are checked, so record more sequences"
     },
 )  # fmt: skip
 
 
 def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
     lower = numbers["share_lower"]
-    sign = f"; {lower:.0%} of them are less likely to {numbers['a']}" if not 0.3 < lower < 0.7 else ""
+    sign = (
+        f"; {lower:.0%} of them are less likely under {numbers['a']} than under {numbers['b']}"
+        if not 0.3 < lower < 0.7
+        else ""
+    )
     scattered = (
         f"they are scattered over {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences and "
         f"{numbers['num_ids']:,} token ids"
     )
     if numbers["num_tokens"] == 1:
         scattered = (
-            f"it is at position {numbers['position']} of sequence {numbers['seq_id']!r} of step {numbers['step']}"
+            f"it is at position {numbers['position']} of sequence {numbers['seq_id']!r} at step {numbers['step']}"
         )
     return {"where": where_text(numbers) if numbers.get("feature") else scattered, "sign_text": sign}
 
 
 UNEXPLAINED = Fault(
-    code="unexplained", title="tokens are off and no known cause explains them", broken="computation",
+    code="unexplained", title="some tokens differ by more than rounding, and no known cause explains them", broken="computation",
     evidence={
-        "off": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average, at most {largest:.3g}, more than "
-        "rounding of {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
+        "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most "
+        "{largest:.3g}, more than rounding in {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
     words={
         "off": lambda n: {"dtypes": dtypes_text(n), **_where(n)}
@@ -523,7 +530,6 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    """Return the finding for the tokens `off`, [K] bool, and their place if they share one."""
     size = np.abs(data.d[off])
     worst = int(np.flatnonzero(off)[np.argmax(size)])
     row = int(data.seq[worst])

@@ -1,7 +1,8 @@
-"""Values at the wrong tokens. A placement maps each token to the one that holds its value, and is judged by the
-mismatch it leaves.
+"""Values recorded at the wrong tokens. A placement maps each token to the token where its value was recorded, and is
+judged by the mismatch that is left.
 
-Shapes: S sequences (rows), R of them, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive tokens.
+Shapes: S sequences (rows), R selected rows, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive
+tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +25,27 @@ CAP_NATS = 3.0
 MIN_OFF_NATS = 0.05
 """Minimum mean |d| of a row, nats, for it to be compared with other rows or positions."""
 MIN_SHIFTED = 0.6
-"""Minimum share of the mismatched rows that a shift must realign; a row shifted by most of its length cannot be."""
+"""Minimum share of the mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its
+length cannot be realigned."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of a difference that a shift or reversal may leave. A wrong shift leaves more than half."""
+"""Maximum share of the difference that a shift or reversal may leave. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens. If positive, the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
 """Cost, nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
-"""Lengths, in tokens, of the chunks that may be reversed."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of a difference that may remain after a row is paired with another. A chance match leaves a third."""
+"""Maximum share of the difference that may remain after a row is paired with a different one. A chance match leaves a
+third."""
 MAX_PAIRED_ROWS = 64
-"""Maximum number of rows per step for which a partner is searched."""
 CHANCE_TRIALS = 4
 WIDTH = 6
 """Number of consecutive tokens compared at once. Fewer would match by chance; more would miss short blocks."""
 MAX_WINDOWS = 4_000
-"""Maximum number of misplaced windows searched."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and also after it if shifted by {{lags}} tokens: "
+_AFTER = f"{_ROWS_OFF} agree up to some token (position {{first_place}} to {{last_place}}), and beyond it once shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -60,12 +60,12 @@ def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
-    steps = "of several steps" if apart is None else f"of steps {apart:+d} away" if apart else "of the same step"
+    steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
     blocks = (
-        "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined wrongly: "
-        f"{numbers['num_offsets']:,} displacements, most often {numbers['offset']:+,} tokens"
+        "blocks of the same row are in the wrong order, as if the chunks of a context-parallel row had been joined wrongly "
+        f"(number of different displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
     )
-    return {"order_text": f"they belong to other rows, {steps}" if numbers["order"] == "rows" else blocks}
+    return {"order_text": f"they belong to different rows, {steps}" if numbers["order"] == "rows" else blocks}
 
 
 def _neighbour_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -74,13 +74,15 @@ def _neighbour_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
-    of = "the rows of its step" if block == "step" else f"each block of {block} rows"
+    of = "the rows of its step" if block == "step" else f"its block of {block} rows"
     told = {
-        "padding": f"by as many tokens as it is shorter than the longest of {of}: padding is on the other side, or was cut off wrongly",
+        "padding": f"by the number of tokens that it is shorter than the longest of {of}: padding is on the opposite side, or was cut off wrongly",
         "place": f"by its index in {of}: the offsets into packed values are wrong",
     }
     return {
-        "counted_text": told.get(what, "as with wrong offsets into packed values, or padding cut off at the wrong side")
+        "counted_text": told.get(
+            what, "as if offsets into packed values were wrong, or padding had been cut off on the wrong side"
+        )
     }
 
 
@@ -90,21 +92,22 @@ SHIFT = Fault(
     causes={"own": "the rows of one side are shifted by different numbers of tokens: wrong padding or offsets",
             "neighbour": "some tokens have the values of their neighbours",
             "reversed": "one side's values are in reverse order",
-            "lost": "some of one side's values are missing, and the later ones have moved up"},
+            "lost": "some of one side's values are missing, and later values have moved up"},
     evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted against {a}, by different numbers of "
-        "tokens, {least:+d} to {largest:+d}: shifted back, they differ by {moved:.2g} nats per token, as recorded by {unmoved:.2g}; "
-        "each is shifted {counted_text}",
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted relative to {a}, by "
+        "different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per "
+        "token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
-        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it differs from {a} "
-        "by {moved:.2g} nats on average",
+        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it "
+        "differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
-        f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: they differ from its values by "
-        "{moved:.2g} nats on average, and from their own by {size:.2g}",
-        "lost": f"{_ROWS_OFF} lack {{num_lost}} values of {{side}} from a token on (at position {{first_place}} to {{last_place}}): the later values "
-        "have moved up, and the row ends with {filler:g}",
-        "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
+        f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
+        "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
+        "by {size:.2g}",
+        "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
+        "have moved up, and the end of the row is filled with {filler:g}",
+        "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
 )  # fmt: skip
 RETOKENISED = Fault(
@@ -112,21 +115,21 @@ RETOKENISED = Fault(
     evidence={
         "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
         "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
-        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from there on: "
-        "the two sides scored different tokens",
+        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that "
+        "token on: the two sides scored different tokens",
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(
-    code="row_pairing", title="rows of the two sides belong to different sequences", broken="recording",
+    code="row_pairing", title="some rows of one side belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
-    evidence={"other_rows": f"{_ROWS_OFF} match {{side}} of another row of the same or a neighbouring step: {{pairs}}"},
+    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
 MISPLACED = Fault(
-    code="misplaced", title="one side's values belong to other tokens: blocks or rows are in the wrong order",
+    code="misplaced", title="one side's values belong to different tokens: blocks or rows are in the wrong order",
     broken="recording", words={"found_elsewhere": _order_words},
     evidence={
-        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at other tokens, within {residual:.2g} nats on "
-        "average; as recorded they are off by {size:.2g}: {order_text}",
+        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within "
+        "{residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order_text}",
     },
 )  # fmt: skip
 
@@ -140,17 +143,17 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Hypothesise that pass b (a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
+    """Return the hypothesis that pass b (a if `of_a`) has the values of `tokens` at the tokens `source`, [K] index or
+    -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
-    """Nearly all mismatched rows are shifted, by the same number of tokens or each by its own."""
     index = _index(data)
     before = row_means(_cost(data, index))
-    # Rows that already agree would hide a shift that affects only part of the rows.
+    # If only part of the rows is shifted, rows that agree would hide the shift.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -162,7 +165,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
     fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
     if fits.sum() < max(2, MIN_SHIFTED * long.sum()):
         return None
-    # Rows that agree at first and are shifted later have another fault.
+    # Rows that agree at first and are shifted later have a different fault.
     head = np.cumsum(compared, axis=1) <= 4
     if np.mean((np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1))[fits]) < 0.5:
         return None
@@ -189,8 +192,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the shift of pass b, in tokens, that brings each row closest to pass a, [R]: one of LAGS, or one at which
-    WIDTH consecutive values from the middle of the row match best."""
+    """Return the shift of pass b, in tokens, that brings each row closest to pass a, [R]: one of LAGS, or a shift
+    at which WIDTH consecutive values from the middle of the row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -213,7 +216,8 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Name what the sizes of the shifts equal: `padding` or `place`, and the rows per block or `step`; else empty."""
+    """Return which quantity the sizes of the shifts equal, such as `padding of 8` or `place of 8` in blocks of 8 rows,
+    or `padding of step`; empty if none."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -250,7 +254,6 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _reversed(data: PairData) -> Hypothesis | None:
-    """Detect that rows, or chunks of one length within rows, are reversed."""
     first, last = (np.searchsorted(data.seq, data.seq, side) for side in ("left", "right"))
     place = np.arange(data.num_kept) - first
     best, moved = 0, np.abs(data.d)
@@ -278,7 +281,6 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the row whose pass b, after `mixed`, matches pass a of each row, [S]; -1 if none does."""
         partner = np.full(len(own), -1)
         for step, rows in enumerate(rows_of):
             candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
@@ -312,20 +314,19 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
-    """Rows are shifted after a position that differs by row: retokenised text, or turns joined wrongly."""
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
     suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
-    # If the first tokens are shifted, too, there is no part that agrees.
+    # If even the first tokens are shifted, no part of the row agrees.
     moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3) & ((lags != 0).argmax(axis=1) >= 2)
     if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
         return None
     rows, lags = suspects[moved], lags[moved]
     onset = (lags != 0).argmax(axis=1)
-    # If the lag changes right after masked tokens, a turn was joined at the wrong place; the text itself is the same.
+    # If the lag changes right after masked tokens, a turn was joined at the wrong token, but the text is the same.
     hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
     joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
@@ -342,7 +343,8 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
 
 
 def _lost(data: PairData, index: np.ndarray, lags: np.ndarray) -> dict[str, Number]:
-    """Return the numbers of a fault if the rows, [R, T], lack as many values as they are shifted by, and end with a filler."""
+    """Return the numbers of the fault `lost` if the rows, [R, T], lack as many values as they are shifted by and end
+    with a filler; empty otherwise."""
     usual = np.array([np.bincount(row[row != 0] - LAGS[0]).argmax() + LAGS[0] for row in lags])
     values, counts = np.unique(usual, return_counts=True)
     lag = int(values[counts.argmax()])
@@ -365,8 +367,8 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the lag of pass b that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
 
-    Starting at a lag other than 0, or changing it, costs LAG_SWITCH_NATS; a token without a partner costs CAP_NATS /
-    2.
+    A lag other than 0 at the start, and each change of the lag, cost LAG_SWITCH_NATS. A token without a partner costs
+    CAP_NATS / 2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -384,14 +386,14 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _elsewhere(data: PairData) -> Hypothesis | None:
-    """Runs of values in pass b match those of other tokens, anywhere in the sample, in pass a."""
+    """Detect runs of values in pass b that match pass a at different tokens, anywhere in the sample."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
         return None
     away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages to 0 has the values in the right place.
+    # The side whose logprob + entropy averages to 0 has its values at the right tokens.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
@@ -412,7 +414,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     holder, right = np.full(data.num_kept, -1), np.full(len(data.keep), np.nan)
     holder[source[moved]] = np.flatnonzero(moved)
     right[data.keep] = np.where(moved, data.a - _at(data.b, holder), data.d)
-    return replace(hypothesis, rank=1, right=right)  # a shift or a pairing of rows has fewer displacements
+    return replace(hypothesis, rank=1, right=right)  # a shift or a pairing of rows is simpler
 
 
 def _matches(data: PairData) -> np.ndarray | None:
@@ -433,7 +435,7 @@ def _matches(data: PairData) -> np.ndarray | None:
     distance, nearest = tree.query(windows_b[wanted], p=1)
     by_chance = tree.query(np.random.default_rng(0).permuted(windows_b[wanted], axis=1), p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
-    # The same text has similar values wherever it occurs.
+    # Matches of the same text are excluded, because it has similar values wherever it occurs.
     ids = data.sample.tokens[data.keep][start[:, None] + span]
     fits = (distance < limit) & (np.any(ids[wanted] != ids[nearest], axis=1) | (nearest == wanted))
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):
@@ -457,7 +459,7 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """The passes scored different text after a token that one of them considers impossible."""
+    """Detect that the passes scored different text after a token that one of them considers impossible."""
     index = _index(data)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
@@ -502,6 +504,5 @@ def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.nd
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite costs in each row, [R]; NaN without any."""
     count = np.isfinite(costs).sum(axis=1)
     return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)

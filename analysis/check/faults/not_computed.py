@@ -15,48 +15,51 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. Fewer mean that a few sequences were cut off, which `stats` counts."""
+"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
+them."""
 MAX_CONSTANTS = 20
-"""Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of token ids, for a value to be tested: a placeholder occurs at any token."""
+"""Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one
+id."""
 _SHARED_FACTOR = 10
-"""Minimum ratio of contexts that share a placeholder in both passes to contexts that share a nearby value."""
+"""A value that both passes share is a placeholder if it occurs in this many times more contexts than nearby values."""
 _REPEATED_FACTOR = 3
-"""The same for a placeholder in one pass only."""
+"""The same factor for a value in one pass only."""
 _WINDOW_NATS = 0.05
-"""How far from a constant, in nats, values count as nearby: these show how often a value repeats by chance."""
+"""Maximum distance of nearby values from a constant, nats. They show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
-"""Minimum number of bitwise-equal logprobs below -1e-3 nats for a row to count as copied."""
+"""Minimum number of logprobs below -1e-3 nats, all bitwise equal, for a row to be considered copied."""
 COPIED_BY_CHANCE = 1e-4
-"""Maximum expected number of groups of rows equal by chance, given the share of equal tokens in all other rows."""
+"""Maximum number of rows expected to be equal by chance, given the share of equal tokens in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
-    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens of steps that were not inspected individually",
+    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
-    "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and they count in the loss",
-    "constant": "{side} is {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences, where {other} has "
-    "{other_mean:.3g} nats on average, down to {other_min:.3g}{reason_text}",
-    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences in different "
-    "contexts, far more often than any nearby value",
-    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} "
-    "tokens holds {what} over its sequence",
+    "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and are included in the loss",
+    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
+    "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
+    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
+    "different contexts, far more often than any nearby value",
+    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
+    "{num_tokens:,} tokens has {what} over its sequence instead of its logprob",
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
-    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
-    "{differing}: {copied_text}",
-    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, and differ at {share_before:.0%} of the "
-    "tokens before, with the same contracts: one has been a copy of the other since",
-    "shifted_mask": "{side} has no logprob for {num_tokens:,} counted tokens, all at the {end} of a run of counted tokens, and has logprobs "
-    "for {num_left_out:,} tokens just before or after such runs, which do not count: the loss mask is one token {late}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts "
+    "name {differing}: {copied_text}",
+    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
+    "differ at {share_before:.0%} of the earlier tokens, with the same contracts: from that step on, one is a copy of "
+    "the other",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
+    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token "
+    "{late}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
-    "contracts name {differing}: in these rows one pass is a copy of the other",
+    "contracts name {differing}: in these rows, one pass is a copy of the other",
 }
 _REASONS = {
-    "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
-    "after_end": "; they come after the first end token of the response: padding counts in the loss",
-    "floor": "; all tokens with a lower logprob in {other} have this value: the values are cut off there",
+    "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
+    "after_end": "; these tokens follow the first end token of the response, so padding is included in the loss",
+    "floor": "; all tokens with a lower logprob in {other} have this value, so {side} is cut off there",
     "none": "",
 }
 
@@ -71,7 +74,9 @@ def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _differences(n: Mapping[str, Any]) -> dict[str, str]:
-    differing = [f"{what} {n[f'{what}_a']} and {n[f'{what}_b']}" for what in ("engine", "dtype") if f"{what}_a" in n]
+    differing = [
+        f"different {what}s ({n[f'{what}_a']} and {n[f'{what}_b']})" for what in ("engine", "dtype") if f"{what}_a" in n
+    ]
     never = "two such forward passes are never bitwise equal, so one was copied from the other"
     maybe = "one was copied from the other, or the two are built to be bitwise equal: replay to find out"
     return {"differing": " and ".join(differing), "copied_text": never if "dtype_a" in n else maybe}
@@ -80,9 +85,9 @@ def _differences(n: Mapping[str, Any]) -> dict[str, str]:
 _WORDS = {
     "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
     "equal_bits": lambda n: {
-        "contracts_text": "their contracts have the same numerics"
+        "contracts_text": "their contracts describe the same numerics"
         if n["contracts_known"]
-        else "no contract gives a reason to differ"
+        else "no contract gives a reason for them to differ"
     },
     "equal_against_contracts": _differences, "copied_rows": _differences,
 }  # fmt: skip
@@ -101,18 +106,18 @@ HOLES = _fault("placeholders", "missing values instead of logprobs", *_MISSING)
 PLACEHOLDERS = _fault(
     "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
 )
-NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are counted as sampled tokens", "constant")
-MASK = _fault("mask", "prompt or tool tokens are counted as sampled tokens", "unlikely_runs")
+NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are included in the loss", "constant")
+MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
 COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps")
 SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """NULL, NaN and infinite logprobs: at the end of a sequence a sign of truncation, elsewhere of lost values.
+    """Detect NULL, NaN and infinite logprobs: at an end of sequences a sign of truncation, elsewhere of lost values.
 
-    A NULL counts only if the other pass has a value. NaN and infinity always count, because the logprob of a sampled
-    token is finite, and are also counted at steps that are not inspected.
+    A NULL is reported only if the other pass has a value. NaN and infinity are always reported, even at steps that are
+    not inspected, because the logprob of a sampled token is finite.
     """
     sample = data.sample
     sides = (sample.a, sample.b)
@@ -151,7 +156,7 @@ def _missing(
     rows = np.unique(seq)
     lost, counted = (np.bincount(each, minlength=sample.num_sequences) for each in (seq, sample.seq[sample.mask]))
     place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
-    cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two may be at an end by chance
+    cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two tokens may be at an end by chance
     kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
     return (LENGTHS if cut else HOLES).finding(
         data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
@@ -191,10 +196,11 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Runs of tokens have a logprob far below the negative entropy in both passes. Requires recorded entropies.
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded
+    entropies.
 
     For sampled tokens, logprob + entropy is 0 on average. The entropy rises after an improbable token, so improbable
-    tokens rarely follow one another.
+    tokens rarely follow each other.
     """
     entropy = data.entropy
     if entropy is None:
@@ -217,14 +223,13 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
-    """One pass repeats a value where the other pass's logprobs vary."""
     found = []
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
         often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
         tested = {*often[counts[often] >= MIN_CONSTANT_TOKENS].tolist()}
         masks = [(value, data.keep & (side.logprobs == value)) for value in values[sorted(tested)].tolist()]
-        # Masked logits give values that differ by the normaliser.
+        # Values from masked logits are not all equal, because the normaliser differs.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
             masks.append((float(np.median(impossible)), data.keep & (side.logprobs <= IMPOSSIBLE_LOGPROB)))
         for value, where in masks:
@@ -239,9 +244,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if a value that one pass has at the tokens `where`, [N] bool, is not their logprob.
+    """Return True if the value of one pass at the tokens `where`, [N] bool, is not their logprob.
 
-    The other pass is then as far from the value there as elsewhere, or below it everywhere, as under a floor.
+    In that case, the other pass is as far from the value there as elsewhere, or below it everywhere if it is a floor.
     """
     rest = data.keep & ~where
     off = other.logprobs[where] - value
@@ -257,10 +262,11 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         num = min(len(np.unique(kind)) for kind in kinds)
         if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
             return False
-        # Logits in 16 bits repeat values: two tokens whose logits differ by 1 have a logprob of -0.3133.
+        # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
+        # -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
-    # Certain tokens have a logprob of 0, and so have tokens that are alone in their nucleus.
+    # A logprob of 0 is correct for certain tokens and for tokens that are alone in their nucleus.
     off = off[far] if value == 0.0 else off
     elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
     return bool(np.mean(np.abs(off)) > elsewhere / 2 or (value < 0 and np.mean(off < 0) > 0.9))
@@ -303,14 +309,13 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
-    """Both passes share a value far more often than nearby values."""
     sample, found = data.sample, []
     same = data.keep & (sample.a.logprobs == sample.b.logprobs)
     values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
     for value in values[often[counts[often] > _SHARED_FACTOR]].tolist():
         where = same & (sample.a.logprobs == value)
-        # Each context is counted once, because a repeated context repeats the value.
+        # Contexts are counted only once, because a repeated context repeats the value.
         contexts, ids = (len(np.unique(each[where])) for each in (sample.token_keys, sample.tokens))
         if ids < MIN_CONSTANT_TOKENS or contexts <= _SHARED_FACTOR * _by_chance(data, value, where):
             continue
@@ -328,8 +333,8 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how many of the tokens `where` would share the value without a fault, at least 1."""
     if value == 0.0:
-        # Certain tokens have an entropy of 0. A recorded filter makes tokens certain, and the entropy may be that of all
-        # tokens.
+        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy
+        # is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         inside = where[data.keep]
@@ -338,7 +343,7 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     ties = -np.log(np.arange(2, 9))
     if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
         return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
-    # 16-bit values are sparse, so neighbours are sought in a wider window.
+    # 16-bit values are sparse, so nearby values are searched for in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     return _repeats(data.sample.a.logprobs, data.keep & ~where, value, width)
 
@@ -350,7 +355,6 @@ def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: floa
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """One pass has one value, such as a mean or a sum, at all tokens of a sequence; the other pass varies."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
         spread = _spreads(data, values)
         asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)
@@ -370,7 +374,6 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
 
 
 def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of `values`, [K], in each sequence, [S]; NaN for fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
@@ -378,7 +381,7 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """All compared tokens are bitwise equal, or those of whole sequences are despite different dtypes.
+    """Detect passes that are bitwise equal at all tokens, or in whole sequences despite different dtypes.
 
     With the same dtype, both passes can compute the same bits for some sequences, such as those without padding.
     """
@@ -388,7 +391,7 @@ def find_equal(data: PairData) -> list[Finding]:
     if not data.d.any():
         numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
         if differing:
-            # Two engines can be built to give equal bits; two dtypes cannot.
+            # Two engines can be built to give equal bits, but two dtypes cannot.
             return [
                 COPIES.finding(
                     data, "equal_against_contracts", is_expected="dtype_a" not in differing,
@@ -446,7 +449,6 @@ def _copied_since(data: PairData) -> list[Finding]:
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """Return the settings that rule out equal bits, if they differ: `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
     sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
     # With the same dtype, the engine `exact` gives the same bits as another engine.

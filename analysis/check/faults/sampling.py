@@ -33,7 +33,7 @@ def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
     value = numbers["recorded"]
-    how_often = "for each time that it occurred before" if numbers.get("by_count") else "if it occurred before"
+    how_often = "for each time it occurred earlier" if numbers.get("by_count") else "if it occurred earlier"
     recorded = "" if value is None else f"; recorded: repetition_penalty {value:g}"
     return {"recorded_text": recorded, "how_often": how_often}
 
@@ -41,40 +41,44 @@ def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
 TEMPERATURE = Fault(
     code="temperature", title="temperature on one side only", broken="recording",
     evidence={
-        "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
-        "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "by_setting": "the factor between the two sides' logits follows the temperatures recorded for the rows ({num_values} of "
-        "them, {least:g} to {largest:g}): {side} applies each row's own, {other} the same to all",
+        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
+        "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
+        "({num_values} different ones, {least:g} to {largest:g}): {side} applies the temperature of each row, but "
+        "{other} applies the same one to all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
-    causes={"scale": "one side's logits are scaled: a temperature, a soft cap, or the scale of the head or its norm"},
+    causes={"scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
 )  # fmt: skip
 TRUNCATION = Fault(
     code="truncation",
-    title="one side's logprobs cover fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens",
+    title="one side's softmax covers fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens",
     broken="recording",
     causes={
-        "filter": "top-p, top-k or min-p renormalised on one side only",
-        "forbidden": "one side forbids token ids that the other sampled",
-        "masked": "one side cuts off tokens that the other sampled: top-p, top-k or min-p recomputed from its own logits",
+        "filter": "one side's logprobs were renormalised after top-p, top-k or min-p",
+        "forbidden": "one side forbids token ids that the other side sampled",
+        "masked": "one side cuts off tokens that the other side sampled, as if it applied top-p, top-k or min-p to its own logits",
     },
     evidence={
-        "forbidden": "{side} gives all {num_tokens:,} tokens with one of {num_ids:,} ids about {value:.4g}, and {other} gives them "
-        "{other_mean:.3g} nats on average: {side} forbids these ids, but sampling allows them",
-        "masked": "{side} gives {num_tokens:,} scattered tokens of {num_sequences:,} sequences about {value:.4g}, and {other} gives "
-        "them {other_mean:.3g} nats on average, all others {elsewhere_mean:.3g}: {side} masks improbable tokens that sampling kept",
-        "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, which "
-        "have {kept_mass:.4g} of the probability mass of {other} on average and at least "
-        "{least_mass:.3g}{recorded_text}",
+        "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: "
+        "{num_ids:,}), where {other} has {other_mean:.3g} nats on average: {side} forbids these ids, but sampling "
+        "allowed them",
+        "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} "
+        "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere): {side} masks "
+        "improbable tokens that sampling kept",
+        "kept_mass": "{side}'s logprobs are never below {other}'s: they were renormalised over the tokens that "
+        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at "
+        "the lowest{recorded_text}",
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
 SMOOTHED = Fault(
-    code="smoothed", title="one side's logprobs are mixed with the mean over the vocabulary, as by label smoothing",
+    code="smoothed", title="one side's logprobs are mixed with their mean over the vocabulary, as in label smoothing",
     broken="recording",
     evidence={
-        "smoothed": "{side} is below {other} at all tokens, and most at likely ones: it differs by {mean:.3g} nats at certain tokens, "
-        "and by {smoothing:.3g} nats less for each nat that a token is less likely, as under label smoothing of {smoothing:.3g}"
+        "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the "
+        "difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for "
+        "each nat by which the logprob is lower, as with label smoothing of {smoothing:.3g}"
     },
 )  # fmt: skip
 PADDED_VOCABULARY = Fault(
@@ -83,18 +87,19 @@ PADDED_VOCABULARY = Fault(
     "lacks",
     broken="computation",
     evidence={
-        "lost_mass": "{side} is never above {other}: it gives {lost_mass:.3g} of its probability to ids that {other} "
-        "leaves out, i.e. head rows beyond the tokenizer's length, tokens that {other} forbids, or a vocabulary shard "
-        "that {other} lacks"
+        "lost_mass": "{side}'s logprobs are never above {other}'s: {side} gives {lost_mass:.3g} of its probability to "
+        "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
+        "or a vocabulary shard that {other} lacks"
     },
 )
 GRAMMAR = Fault(
-    code="grammar", title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
+    code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens",
     broken="recording",
     evidence={
-        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
-        "tokens, but those of {other} cover all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
-        "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs), so its softmax covers only the "
+        "allowed tokens, but {other}'s covers all tokens; of the {of_tokens:,} tokens sampled under a grammar, "
+        "{num_tokens:,} have a logprob that is higher in {side} by more than rounding (at most {largest:.3g} nats), "
+        "and {num_lower:,} have a lower one"
     },
 )  # fmt: skip
 PENALTY = Fault(
@@ -102,19 +107,22 @@ PENALTY = Fault(
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a repetition, presence or "
-        "frequency penalty; this explains {r2:.0%} of the change in log-odds ({mean_repeated:+.2g} nats at repeated tokens, "
-        "{mean_new:+.2g} at others){recorded_text}",
-        "token_ids": "{side} {lowers} {ids_text} and {raises} all others, {mean_ids:+.2g} against "
-        "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
-        "one_shift": "of {num_pairs:,} pairs of different tokens after the same prefix, the two sides agree on the difference of "
-        "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
-        "some tokens, as with a logit bias or a penalty",
+        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a "
+        "repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs "
+        "change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new "
+        "ones){recorded_text}",
+        "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
+        "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
+        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same difference "
+        "of logprobs; of {num_pairs:,} such pairs, they agree in {num_equal:,} and disagree by {bias:.3g} nats in "
+        "{num_shifted:,}, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
-        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages "
-        "to {mean:.3g} nats ({mean_rest:.2g} in the others): these were sampled at another temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
-        "temperature, filter or penalty that neither pass has, or both passes are in a different unit{recorded_text}",
+        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
+        "logprob + entropy averages to {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
+        "a different temperature or with a filter",
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: "
+        "sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
+        "nats{recorded_text}",
     },
     words={
         "repeated": _recorded_penalty,
@@ -134,14 +142,12 @@ PENALTY = Fault(
 # --- A factor on the logits
 
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain, whichever side is the reference. Other
+"""Minimum share of the mismatch that one factor on the logits must explain, with either side as the reference. Other
 faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
 MIN_SHIFT = 0.004
-"""Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less."""
+"""Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less than this."""
 MAX_TEMPERATURE = 20.0
-"""Maximum fitted temperature."""
 MIN_PART = 100
-"""Minimum number of tokens with one recorded temperature for a fit."""
 _MODEL_ERROR = 0.05
 """Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact for two possible
 tokens and approximate for more."""
@@ -149,15 +155,13 @@ tokens and approximate for more."""
 
 @dataclass(frozen=True, slots=True)
 class ScaleFit:
-    """Fit of logits_b = scale * logits_a."""
-
     scale: float
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """`lowest` to `highest`: range of the scale fitted from either side, widened by two standard errors."""
+    """`lowest` to `highest`: range of the scales fitted with either side as the reference, plus two standard errors."""
     r2: float
-    """Share of the variance of d that the scale explains; the smaller of the two sides' values."""
+    """Share of the variance of d that the scale explains, for the reference with the smaller share."""
     score: float
     """Distance of the scale from 1, in standard errors."""
     residual: np.ndarray
@@ -165,7 +169,7 @@ class ScaleFit:
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """One pass's logits are the other's times a factor.
+    """Explain d by a factor between the logits of the two passes.
 
     The factor is fitted to logprob + entropy if entropies are recorded, and to the log-odds. Tokens that share a
     context determine it exactly.
@@ -173,7 +177,7 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
-        return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
+        return []  # a factor raises likely tokens and lowers unlikely ones, or vice versa
     if found := _by_setting(data):
         return found
     exact = _exact_scale(data)
@@ -218,7 +222,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
             there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
             fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
             break
-    # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log k.
+    # With two possible tokens, the log-odds scale exactly; with k equally likely alternatives, the line is
+    # shifted by (s - 1) log k.
     odds = [log_odds(x) for x in (data.a, data.b)]
     with np.errstate(invalid="ignore"):
         off = odds[1] - odds[0]
@@ -234,8 +239,8 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square; `weight` is
-    d / off."""
+    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a quadratic term;
+    `weight` is d / off."""
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
@@ -250,7 +255,7 @@ def _scale(
         slopes.append(float(solution[0]))
     spread = float(np.sum((off[keep] - off[keep].mean()) ** 2))
     error = float(np.sqrt(np.mean(left[0][keep] ** 2) / max(float(np.var(own[keep])) * keep.sum(), 1e-30)))
-    # Noise in the reference flattens the slope, so the true scale is between the fits from both sides.
+    # Noise in the reference flattens the slope, so the true scale is between the two fits.
     ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
     scale = ends[0] if ends[0] > 1 else ends[-1] if ends[-1] < 1 else 1.0
     low, high = ends[0] - 2 * error, ends[-1] + 2 * error
@@ -268,9 +273,9 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if too few tokens.
+    """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if there are too few tokens.
 
-    Differences between tokens of one context are used, in which the normaliser cancels.
+    It is fitted to differences between tokens of one context, in which the normaliser cancels.
     """
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
@@ -341,20 +346,21 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
+"""Values below this, nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
+1e-35."""
 
 
 MIN_ONE_SIDED = 0.6
 """Minimum |mean d| / mean |d| of a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
 MAX_MINOR_SHARE = 0.05
-"""Maximum share of the larger differences with the opposite sign. For rounding it is one half."""
+"""Maximum share of the larger differences that have the opposite sign. With rounding alone, half of them do."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
-    """Nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is then the
-    probability mass that both passes share.
+    """Explain larger differences that nearly all have the same sign. The mean of exp(-|d|) over sampled tokens is then
+    the probability mass that both passes share.
 
-    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens are off by
+    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens differ by
     far more, one side computes them wrongly.
     """
     size = np.abs(data.d)
@@ -363,11 +369,12 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     squares = size * size
     is_negative = bool(squares[data.d < 0].sum() > 0.5 * squares.sum())
     other = (data.d > 0) if is_negative else (data.d < 0)
-    # Differences from rounding have both signs; differences larger than rounding must have only one.
+    # Differences due to rounding have both signs, but larger ones must have only one.
     large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
     wrong = float(np.mean(other[large])) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
-    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite
+    # direction.
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
@@ -377,8 +384,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     falls = medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]
     if falls and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered, raised)]
-    # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
-    # some tokens by nats in the other direction.
+    # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
+    # changes some tokens by nats in the opposite direction.
     if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
@@ -409,8 +416,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
-    """Explain d by label smoothing, logprob' = (1 - s) logprob + s mean, the mean being over the vocabulary. It lowers
-    likely tokens most; lost mass lowers them least."""
+    """Explain d by label smoothing, logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary. Smoothing
+    lowers likely tokens most, whereas lost mass lowers them least."""
     values, others = getattr(data, lowered), getattr(data, raised)
     slope, mean = np.polyfit(others, values - others, 1)
     finding = SMOOTHED.finding(
@@ -421,7 +428,6 @@ def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if a recorded filter may keep this mass. A recorded top-p must be consistent with it."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
@@ -429,7 +435,6 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
 
 
 def recorded_filter(data: PairData) -> str:
-    """Return the recorded top-p, top-k and min-p that leave out tokens, as text."""
     said = []
     for name in ("top_p", "top_k", "min_p"):
         values = data.sample.settings[name]
@@ -443,8 +448,8 @@ def _is_cut(data: PairData, raised: str) -> bool:
     """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
-    kept tokens. If the distribution has a flat tail, every nucleus has the same mass; a token alone in its nucleus has
-    logprob 0.
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token that is alone in its
+    nucleus has a logprob of 0.
     """
     if recorded_filter(data):
         return True
@@ -466,10 +471,10 @@ def _is_cut(data: PairData, raised: str) -> bool:
 
 
 def find_grammar(data: PairData) -> list[Hypothesis]:
-    """One pass used a grammar while the other did not.
+    """Explain d by a grammar that only one pass used.
 
-    The contract must name the grammar, and the values must confirm it: renormalising over fewer tokens raises every
-    logprob, so lower values count against it.
+    The contract must declare the grammar, and the values must confirm it: renormalising over fewer tokens raises every
+    logprob, so lower values are evidence against it.
     """
     named = {name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True}
     under = {side: np.isin(np.array(getattr(data.sample, side).contracts, str), sorted(named)) for side in "ab"}
@@ -496,21 +501,22 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
     return found
 
 
-# --- Some logits shifted
+# --- Shifted logits
 
 MIN_SIGNS = 0.97
-"""Minimum share of the tokens that are off whose d has the sign that a bias would cause; by chance, half have it."""
+"""Minimum share of the mismatched tokens whose d has the sign that a bias would cause. By chance, half of them do."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave. If weights differ, it leaves more."""
+"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ, it
+leaves more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the difference in log-odds that earlier occurrences must explain, and minimum significance of their
 effect, in standard errors."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """One side shifts the logits of tokens that occurred before (penalties) or of some ids (biases).
+    """Explain d by shifted logits of tokens that occurred earlier (penalties) or of some ids (biases).
 
-    Failing that, the logits of some tokens are shifted by a fixed amount.
+    Failing that, try one fixed shift of the logits of some tokens.
     """
     if data.num_kept < 200:
         return []
@@ -518,7 +524,7 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """The log-odds of the two sides differ by a constant per earlier occurrence of the token, or once it has occurred.
+    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or once it has occurred.
 
     The fit compares tokens of the same id and includes the log-odds as a second regressor, so biases on some ids and
     factors on all logits are not mistaken for a penalty.
@@ -569,15 +575,15 @@ def _repeated(data: PairData) -> list[Hypothesis]:
 
 @once
 def _informative_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the mask [K] of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids of these
-    tokens, with the index of each token's id."""
+    """Return a mask, [K], of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids
+    of the informative tokens, with the index of each token's id."""
     known = (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB)
     ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     return known, log_odds(data.a), log_odds(data.b), ids, place
 
 
 def _of_ids(data: PairData) -> list[Hypothesis]:
-    """d has one sign at some token ids and the opposite sign at all others."""
+    """Explain d if it has one sign at some token ids and the opposite sign at all others."""
     off = np.abs(data.d) > allowed_noise(data) / 2 * np.maximum(data.rest, 1e-3) + 2 * value_rounding(data)
     ids, place = np.unique(data.sample.tokens[data.keep], return_inverse=True)
     if data.num_kept < 400 or off.sum() < 50:
@@ -587,7 +593,7 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
     chosen = other[place]
-    # A bias changes the normaliser, and so every other token.
+    # A bias changes the normaliser and therefore all other tokens.
     if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
         return []
     sign = np.where(chosen, -usual, usual)
@@ -608,7 +614,7 @@ def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.nd
 
 
 def _biased(data: PairData) -> list[Hypothesis]:
-    """The log-odds of a few token ids differ by the same amount in every context: one side adds a bias to their logits."""
+    """Explain d by a bias on a few token ids, whose log-odds then differ by the same amount in every context."""
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
@@ -624,7 +630,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
         return []
     after = np.r_[False, chosen[:-1] & (np.diff(data.seq) == 0)] & known & ~chosen
     if after.any() and np.median(np.abs(odds_a - odds_b)[after]) > 4 * usual:
-        return []  # the tokens after these ids are off, too: the context has other ids
+        return []  # the tokens after these ids differ, too, so the context has different ids
     moved = np.zeros(data.num_kept)
     moved[known] = middle[place]
     predicted = -np.logaddexp(0.0, -(odds_b + moved))
@@ -635,7 +641,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Between tokens of one context, d differs either by 0 or by the same size in all contexts."""
+    """Explain d if its difference between tokens of one context is either 0 or of the same size in all contexts."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
@@ -656,7 +662,6 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """The passes agree, but the tokens of the run or of some rows were sampled from another distribution."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:
@@ -678,8 +683,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
             "of_sequences": len(np.unique(data.seq)),
         }  # fmt: skip
     elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
-        return []  # entropies in bits, as the checks of the data report
-    # Samples that are too likely are a fault only if the recording rules out a filter and a temperature.
+        return []  # the entropies are in bits, which data_checks reports
+    # Tokens that are too likely are a fault only if the recording rules out a filter and a temperature.
     elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
         signal = "sampled_elsewhere"
     else:

@@ -1,4 +1,4 @@
-"""Values that are not the logprobs of the sampled tokens: in another unit or precision, or of something else.
+"""Values that are not the logprobs of the sampled tokens, but in a different unit or precision, or something else.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -47,18 +47,17 @@ _NAMES = {
     "cumulative": "cumulative sums of logprobs along the sequence",
     "cumulative_to_end": "sums of the logprobs from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
-    "by_length": "logprobs divided by the number of tokens of the response",
-    "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
+    "by_length": "logprobs divided by the number of response tokens",
+    "factor_by_length": "logprobs divided by a factor that differs by sequence, such as a length",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
     "moving_average": "a moving average along the response, in which each logprob has a weight of {factor:.3g}",
-    "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
+    "curve": "a function of the other side's logprobs that is not a known unit ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion may leave: for a
-known unit, and for a fitted function."""
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that may be left after conversion,
+for a known unit and for a fitted function."""
 
 MIN_MONOTONE = 0.98
-"""Minimum rank correlation for a function that is not a known unit."""
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
@@ -69,11 +68,12 @@ NOT_LOGPROBS = Fault(
 )  # fmt: skip
 UNIT = Fault(
     code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording",
-    causes={"clamped": "one side's logprobs are clamped to the neighbourhood of the other's"},
+    causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
     evidence={
-        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats, up or down, and at none by "
-        "more: one side was clamped to within {limit:.6g} nats of the other, which hides the mismatch",
-        "other_unit": "{side} holds {unit_text}: nine tenths of the tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
+        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats in "
+        "either direction, and at no token by more: one side was clamped to within {limit:.6g} nats of the other, "
+        "which hides the mismatch",
+        "other_unit": "{side} contains {unit_text}: leaving out the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
 )  # fmt: skip
@@ -82,9 +82,9 @@ LOW_PRECISION = Fault(
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
         "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
-        "rounded_values": "every logprob of {side} is {grid_text}; rounding to it accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
-        "computed or stored in low precision",
+        "rounded_values": "every logprob of {side} is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
+        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head "
+        "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
 )  # fmt: skip
@@ -100,30 +100,30 @@ def _grid_text(precision: str) -> str:
 
 
 _SAMPLED = {
-    "unknown": ": they belong to different tokens, in no known order, or to different models",
-    "improbable": ", and {side} gives the sampled tokens {mean_lower:.3g} nats on average, {other} {mean_higher:.3g}: {side} scored "
-    "other tokens or another text, or one side's weights are broken",
+    "unknown": ": they belong to different tokens, in an unknown order, or to different models",
+    "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
+    "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
     "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
-    "distribution, so {side} holds other values",
-    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
-    "distribution, so one side has broken weights or scored different text",
+    "distribution, so {side} contains something else",
+    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from "
+    "its distribution, so one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
     evidence={
-        "negative_entropies": "{side} holds the negative entropies of the distributions, not the logprobs of the "
+        "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the "
         "{num_tokens:,} sampled tokens",
-        "most_probable": "{side} is never below {other} and equal where the sampled token is the most probable one: it holds "
-        "the logprobs of the most probable tokens, not of the {num_tokens:,} sampled ones",
-        "same_in_context": "{side} has equal values for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same "
-        "prefix, at which {other} differs: it holds a value of the distribution, such as its entropy or largest "
-        "logprob, not the logprobs of the sampled tokens",
+        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: "
+        "{side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
+        "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, "
+        "{side} has equal values although {other} does not: {side} contains a property of the distribution, such as "
+        "its entropy or largest logprob, not the logprobs of the sampled tokens",
         "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
-        "{num_tokens:,} tokens, or over tokens of the same id){sampled_text}",
-        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
-        "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
-        "of {of_sequences:,} sequences",
-        "judged": judged("values stored, gathered or changed wrongly"),
+        "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
+        "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
+        "nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): "
+        "the values belong to different tokens",
+        "judged": judged("values that were stored, gathered or modified incorrectly"),
     },
     words={
         "judged": judged_words,
@@ -132,15 +132,15 @@ UNRELATED = Fault(
         },
     },
     causes={
-        "unknown": "the two sides' values are unrelated: other tokens, another text, or a broken model on one side",
-        "from_neither": "the two sides' values are unrelated: one side has broken weights or scored another text",
-        "improbable": "the two sides' values are unrelated: one side scored another text or has a broken model",
-        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly",
+        "unknown": "the two sides' values are unrelated: different tokens, a different text, or a broken model on one side",
+        "from_neither": "the two sides' values are unrelated: one side has broken weights or scored a different text",
+        "improbable": "the two sides' values are unrelated: one side scored a different text or has a broken model",
+        "values": "recorded values are not the logprobs of the sampled tokens, but were stored, gathered or modified incorrectly",
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
 """Minimum correlation between passes that scored the same tokens with similar models. With rounding, different weights
-or another temperature it stays above 0.8; for unrelated values it is 0."""
+or a different temperature, it stays above 0.8; for unrelated values, it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -165,7 +165,6 @@ def find_positive(data: PairData) -> list[Hypothesis]:
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
-    """One side's values are a function of the other's, in all sequences or in those that differ."""
     found = [each for side in "ab" for each in _functions(data, side)]
     _, rows = exact_rows(data)
     if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
@@ -180,11 +179,11 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
     """Return the functions that map the other side's logprobs to this side's values, known units first."""
     if not scored(data).all() and not _functions(data.within(scored(data)), side):
-        return []  # no function fits part of the rows, so none fits them all
+        return []  # no function fits a part of the rows, so none fits all of them
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
-    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant fits any function.
+    # If logprobs hardly vary, a constant difference such as a lost mass looks like a factor, and any function fits.
     found = []
     sizes = {
         typical: (typical(data.d), typical(data.d - np.median(data.d)), typical(other - np.median(other)))
@@ -211,8 +210,8 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
 
 @once
 def _wrong_sides(data: PairData) -> str:
-    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens: probabilities within
-    one context add up to more than 1, or logprob + entropy averages to 0 only on the other side."""
+    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens, because probabilities in
+    one context add up to more than 1, or because logprob + entropy averages to 0 only on the other side."""
     context = np.unique(
         np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
     )[1]
@@ -277,7 +276,7 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p with relative errors of p, without the worst tenth of the tokens.
+    """Fit values = offset + factor * p, weighting errors relative to p and leaving out the worst tenth of the tokens.
 
     Return the fit, and the fit rounded to integers (NaN if it is not within 0.01 of them).
     """
@@ -333,12 +332,11 @@ def _typical(d: np.ndarray) -> float:
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the values must explain if it is unknown how they were computed: a
-pass computed entirely in 16 bits naturally has 16-bit logprobs."""
+"""Minimum share of the mismatch that rounding of the values must explain if their dtype is not declared, because a pass
+computed entirely in 16 bits naturally has 16-bit logprobs."""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:
-    """Logprobs are rounded, or logits are although the contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
         numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
@@ -364,7 +362,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
-    """|d| piles up at its maximum: one side was clamped to within a fixed distance of the other."""
+    """Explain d by clamping if |d| piles up at its maximum: one side was kept within a fixed distance of the other."""
     if any(side.rounded is not None for side in precisions(data)):
         return []  # on a grid, many differences are equal
     size = np.abs(data.d)
@@ -381,11 +379,10 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
     return [Hypothesis(finding=finding, tokens=data.marked(at), gain=float("inf"))]
 
 
-# --- Another quantity, or other tokens
+# --- A different quantity, or different tokens
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
-    """One pass holds a value of the distribution, such as its negative entropy or its largest logprob."""
     return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
 
 
@@ -419,9 +416,9 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
     """Return True if `values` could be those of the most probable tokens, and `others` of the sampled ones.
 
-    `values` are then never below `others`, and equal where the most probable token was sampled. Elsewhere the two
-    probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, by contrast, are slightly
-    higher at all tokens.
+    In that case, `values` are never below `others`, and equal to them where the most probable token was sampled.
+    Elsewhere the two probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, by contrast,
+    are slightly higher at all tokens.
     """
     if len(values) < 30:
         return False
@@ -456,7 +453,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
     elif is_improbable:
         side, sampled = lower, "improbable"
-        # The engine sampled the tokens, so they are improbable under the trainer if either side is broken.
+        # The engine sampled the tokens, so if either side is broken they are improbable for the trainer.
         broken = "engine" if data.names[lower] == ROLLOUT else "computation"
     elif name is not None:
         side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
@@ -487,8 +484,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """The tokens `off`, [K] bool, hold values of other tokens: uncorrelated with the other pass, above it as often as
-    below, and spread like all values."""
+    """Detect that the tokens `off`, [K] bool, have values of different tokens: they are uncorrelated with the other
+    pass, above it as often as below, and have the same spread as all values."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -1,4 +1,5 @@
-"""Weights that differ between trainer and engine, according to the recording or a mismatch that grows with updates."""
+"""Weights that differ between trainer and engine, as recorded or as inferred from a mismatch that grows with
+updates."""
 
 from __future__ import annotations
 
@@ -15,12 +16,11 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum growth of the mismatch since the run's first step for weights to have been left behind."""
+"""Minimum factor by which the mismatch must have grown since the run's first step to report stale weights."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation of a sequence's mismatch and advantage, in standard errors and absolute, to report that the
-scoring followed the update."""
+"""Minimum correlation between mismatch and advantage of a sequence, in standard errors and in absolute terms, for
+reporting that one side was scored after the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
-"""Contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
@@ -39,9 +39,9 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
         if given is not None and not numbers["is_loaded"]:
             how = f"the tensor sent at version {given} was not loaded"
         elif given is not None:
-            how = f"last sent at version {given}{', already stale then' if given != holds else ''}"
+            how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
         has = "from no recorded version" if holds is None else f"from version {holds}"
-        text = f"the engine's {tensor} is {has}, while the trainer is at {version}; {how}"
+        text = f"the engine's {tensor} is {has}, while the trainer is at version {version}; {how}"
     return {"what_text": text}
 
 
@@ -49,19 +49,20 @@ WEIGHTS = Fault(
     code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
     broken="engine",
     evidence={
-        "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version "
-        "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, starting at "
-        "version {first_version} (by the digest of every tensor)",
-        "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} "
-        "optimizer updates behind those of the other side, according to the recorded policy versions",
-        "contract": "the contract of {side} has {setting} {value}",
+        "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of "
+        "{of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of "
+        "{of_versions:,} versions, starting at version {first_version}",
+        "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
+        "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
+        "contract": "only the contract of {side} sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "follows_advantages": "a sequence's mismatch follows its own advantage (correlation {correlation:.2f} over {num_sequences:,} "
-        "sequences): {side} has the weights from after the update on this batch",
+        "follows_advantages": "the mismatch of a sequence follows the sequence's own advantage (correlation "
+        "{correlation:.2f} over {num_sequences:,} sequences): {side} used the weights from after the update on this "
+        "batch",
         "judged": judged(
-            "a sync that failed, came late or left tensors out; a missing adapter; a replica with another version; trainer logprobs "
-            "from the reference's weights, or from after the update"
+            "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
+            "version; or trainer logprobs from the reference model or from after the update"
         ),
     },
     words={"engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words},
@@ -72,8 +73,8 @@ WEIGHTS = Fault(
         "quantised": "one side's weights are quantised",
         "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
-        "early": "older weights, or another prompt, at the beginning of responses: a prefix cache kept across updates, weights swapped while sampling",
-        "sudden": "one side changed during the run: stale or quantised weights, another precision or kernel, or dropout",
+        "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
+        "sudden": "one side changed during the run: stale or quantised weights, a different precision or kernel, or dropout",
         "other_weights": "the engine's weights match no recorded version of the trainer",
     },
 )  # fmt: skip
@@ -136,10 +137,10 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 
 def find_after_update(data: PairData) -> list[Finding]:
-    """The mismatch of a sequence follows its own advantage: one side was scored after the update on it.
+    """Detect that one side was scored after the update on the same batch.
 
-    An update raises the logprobs of sequences with a positive advantage; stale weights follow other sequences'
-    advantages.
+    An update raises the logprobs of sequences with a positive advantage, so the mismatch of a sequence then follows its
+    own advantage. With stale weights, it follows the advantages of other sequences.
     """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
@@ -166,7 +167,6 @@ def find_after_update(data: PairData) -> list[Finding]:
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
-    """The mismatch exceeds rounding in the selected steps and was far smaller at the run's first step."""
     if data.first is None or data.rms() < CLEAR_GROWTH * data.first[1] or level(data) < allowed_noise(data):
         return []
     known: dict[str, Number] = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
@@ -182,7 +182,6 @@ def measured(data: PairData) -> dict[str, Number]:
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
-    """Return one finding for each way in which the digests of engine and trainer weights differ."""
     if not _is_of_both(data):
         return []
     steps = data.sample.steps[data.seq]
@@ -201,7 +200,6 @@ def find_engine_weights(data: PairData) -> list[Finding]:
 
 
 def weights_agree(data: PairData) -> bool:
-    """Return True if all engine tensors equal the trainer's at every step with kept tokens."""
     steps = np.unique(data.sample.steps[data.seq]).tolist()
     return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
 
