@@ -656,8 +656,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If the trace is local, writable and finished, the sums of each sequence are stored in it (sums/ and index/), so that
-    the next call does not read tokens.
+    Stores the sums of each sequence in the trace (sums/ and index/) if it is local, finished and writable, so that the
+    next call does not read tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database

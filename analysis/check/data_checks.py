@@ -28,7 +28,7 @@ from .where import part_of_rows, rank_of
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn"),
-    "rewards_by_prompt": ("rewards do not depend on the response", "in all {num:,} groups, different responses have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
+    "rewards_by_prompt": ("rewards do not depend on the response", "in all {num:,} groups with different responses, these have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
@@ -51,7 +51,9 @@ KINDS = {
     "advantages_vary": ("advantages vary within responses", "in {num:,} rows the tokens of a response have different advantages, although {setting} gives each response one"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
-    "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
+    "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
+    "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are those of the step before"),
+    "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
@@ -111,7 +113,8 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         _entropies, _references, _reward_parts, _prompts, _after_end,
     )  # fmt: skip
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
-    return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
+    kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
+    return tuple(sorted(kept, key=lambda finding: finding.is_notice))
 
 
 _EXPLAINED_BY = {
@@ -160,9 +163,11 @@ _OF_OWN = {
 }  # fmt: skip
 """Rules under which the advantages of a group still sum to about 0 -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
+_DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
 _WEIGHT = re.compile(r"([\w./-]+)\W+(-?\d+\.?\d*(?:e-?\d+)?)")
+_NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 _REUSES = re.compile(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", re.IGNORECASE)
 _ERROR_OF_MEAN = "4 * stddev_pop(value) / sqrt(count(*))"
 _LOGGED = (
@@ -190,6 +195,7 @@ class _Run:
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
         self.rows = {name: array_of(table[name]) for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
+        self.labels = self.rows["group" if self.rows["group"].any() else "prompt"]
         self.is_per_token = bool(self.rows["is_per_token"].any())
         self.sampled_at = np.searchsorted(self.steps, () if sample is None else sample.steps)
         inspected = self.steps if sample is None else np.unique(sample.steps)
@@ -282,17 +288,23 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
         numbers: Numbers = {"value": value, "after": f" from step {run.steps[at[later].min()]} on"}
         yield run.finding("rewards_constant", later, at, _BY_STEP, numbers)
         return
-    asked = known & inspected & (run.rows["group"] > 0)
+    asked = known & inspected & (run.labels > 0)
     if not asked.any():
         return
-    cell, reward = _numbered(run.rows["group"][asked], at[asked]), rewards[asked]
-    is_equal = np.abs(reward - mean_of(cell, reward)).max() <= 1e-9 * np.abs(reward).max()
-    pairs = np.unique(np.stack([cell.astype(np.uint64), response[asked[inspected]].astype(np.uint64)]), axis=1)[0]
+    cell, reward, step = _numbered(run.labels[asked], at[asked]), rewards[asked], at[asked]
+    unequal = np.abs(reward - mean_of(cell, reward)) > 1e-9 * np.abs(reward).max()
+    within = step > (step[unequal].max() if unequal.any() else -1)
+    pairs = np.unique(
+        np.stack([cell.astype(np.uint64), response[asked[inspected]].astype(np.uint64)])[:, within], axis=1
+    )[0]
     more = np.bincount(pairs.astype(np.int64)) - 1  # further responses of each group
-    share = np.unique(reward, return_counts=True)[1] / len(reward)
-    if is_equal and (more > 0).sum() >= 8 and more.sum() * np.log(share.max()) < np.log(1e-6):
-        numbers = {"num": int((more > 0).sum())}
-        yield run.finding("rewards_by_prompt", asked, at, _BY_GROUP, numbers, notice=True)
+    share = np.unique(reward[within], return_counts=True)[1] / max(within.sum(), 1)
+    num, by_chance = int((more > 0).sum()), np.log(share.max(initial=0.0) or 1.0)
+    if num >= 8 and np.maximum(more, 0).sum() * by_chance < np.log(1e-6):
+        affected = np.zeros(len(at), bool)
+        affected[np.flatnonzero(asked)[within]] = True
+        found = run.finding("rewards_by_prompt", affected, at, _BY_GROUP, {"num": num}, notice=True)
+        yield _fault_if_changed(found)
 
 
 def _groups(run: _Run) -> Iterator[DataFinding]:
@@ -331,26 +343,22 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 def _advantages(run: _Run) -> Iterator[DataFinding]:
     """Find each step's rule from rewards to advantages; report the most common one that is not the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    r, a, labels = (run.rows[name][known] for name in ("reward", "advantage", "group"))
-    at, has_id = run.at[known], labels > 0
+    has_ids = bool(run.rows["group"].any())
+    r, a, labels = run.rows["reward"][known], run.rows["advantage"][known], run.labels[known]
+    at, length = run.at[known], run.rows["length"][known]
     if not len(at):
         return
     group = _numbered(labels, at)
-    is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
-    explain, label = is_grouped and not run.is_per_token, group if is_grouped else at
-    length = run.rows["length"][known]
-    parts = [*_parts(at)]
-    rules = {}
-    for place, (step, part) in enumerate(parts):
-        near = {
-            name: r[parts[other][1]]
-            for name, other in (("previous", place - 1), ("next", place + 1))
-            if 0 <= other < len(parts)
+    is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
+    explain = is_grouped and not run.is_per_token
+    rules = _rules(r, a, group, at, length) if explain else {}
+    if not has_ids and not any(rule.name == "own" for rule in rules.values()):
+        is_grouped = explain = False  # rows with one prompt need not be a group
+    if not explain:
+        label = group if is_grouped else at
+        rules = {
+            step: rule_of(r[part], a[part], label[part], length[part], {}, explain=False) for step, part in _parts(at)
         }
-        near = {
-            f"the rewards of the {name} step": rewards for name, rewards in near.items() if len(rewards) == len(r[part])
-        }
-        rules[step] = rule_of(r[part], a[part], label[part], length[part], near, explain=explain)
     rules = {step: rule for step, rule in rules.items() if rule.name != "none"}
 
     def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
@@ -360,18 +368,21 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
     if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:
         value = float(a[np.isin(at, constant)].mean())
-        yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)})
+        is_same = np.ptp(a[np.isin(at, constant)]) == 0 and value != 0  # such as rows chosen for supervised training
+        yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)}, notice=is_same)
     scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
     factors = np.array([*scaled.values()])
     if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
         yield _fault_if_changed(found("advantages_scaled", scaled, {"factor": float(np.median(factors))}, notice=True))
+    if explain and not (set(rule.name for rule in rules.values()) - {"own"}):
+        yield from _normalisation(run, r, a, group, at)
     others = Counter(rule.name for rule in rules.values() if rule.name not in ("own", "constant", ""))
     num_unknown = sum(rule.name == "" for rule in rules.values())
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + num_unknown:
         name = ""  # with a few small steps, some rule fits by chance
     is_cut = run.rows["is_cut"][known]
-    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, is_cut, rules)):
+    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, at, is_cut, rules)):
         code, affected, mixed_numbers = mixed
         yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
         return
@@ -385,7 +396,9 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         **{key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")},
         "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()), "explanation": name,
     }  # fmt: skip
-    if name == BATCH:
+    if correlation < -0.95 and correlation + error < 0:
+        yield found("advantages_inverted", off, numbers)
+    elif name == BATCH:
         # Where groups have one mean, both rules fit.
         off |= {
             step: rule
@@ -411,8 +424,45 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         yield found("baseline_unknown", off, numbers, notice=True)
 
 
+def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> Iterator[DataFinding]:
+    """Compare the recorded setting with whether advantages are divided by the group's standard deviation."""
+    name, value = next(((name, str(value)) for name, value in run.settings.items() if _DIVIDES.search(name)), ("", ""))
+    declared = {"group": True, "true": True, "1.0": True, "batch": False, "none": False, "false": False, "0.0": False}
+    if value.lower() not in declared:
+        return
+    centred = r - mean_of(group, r)
+    spread = np.sqrt(mean_of(group, centred**2))
+    divided = centred / np.where(spread > 1e-6 * np.abs(r).max(), spread, np.nan)
+    centred = np.where(np.isfinite(divided), centred, np.nan)
+    is_divided = np.zeros(at.max() + 1)
+    for step, part in _parts(at):
+        fits = [_fit(given[part], a[part]) for given in (centred, divided)]
+        if max(fits) > 0.999 and min(fits) < 0.99:
+            is_divided[step] = 1 if fits[1] > fits[0] else -1
+    if (is_divided < 0 if declared[value.lower()] else is_divided > 0).sum() > 0.9 * (is_divided != 0).sum() > 0:
+        wrong = (is_divided[at] < 0) if declared[value.lower()] else is_divided[at] > 0
+        numbers: Numbers = {
+            "setting": f"{name} = {value}",
+            "rule": "not divided" if declared[value.lower()] else "divided",
+        }
+        yield run.finding("advantages_unlike_settings", wrong, at, _BY_GROUP, numbers)
+
+
+def _rules(
+    r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, length: np.ndarray
+) -> dict[int, AdvantageRule]:
+    """Return each step's rule; rewards of the steps before and after it are tried, too."""
+    parts, rules = [*_parts(at)], {}
+    for place, (step, part) in enumerate(parts):
+        beside = {"previous": place - 1, "next": place + 1}
+        near = {name: r[parts[other][1]] for name, other in beside.items() if 0 <= other < len(parts)}
+        near = {f"the rewards of the {name} step": each for name, each in near.items() if len(each) == len(r[part])}
+        rules[step] = rule_of(r[part], a[part], group[part], length[part], near, explain=True)
+    return rules
+
+
 def _unequal(
-    r: np.ndarray, a: np.ndarray, group: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
+    r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
     """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
     longer sum to 0 because rows were removed.
@@ -442,7 +492,11 @@ def _unequal(
         return "advantages_unequal", off, numbers
     is_equal = np.sqrt(mean_of(group, (r - mean_of(group, r)) ** 2)) <= 1e-6 * np.abs(r).max()
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    loose = is_equal & (count_of(group) > 1) & (np.abs(a) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
+    of_group = mean_of(group, a)
+    usual_mean = np.zeros(len(a))  # not 0 if advantages are whitened over tokens
+    for _, part in _parts(at):
+        usual_mean[part] = np.median(of_group[part][~is_equal[part]]) if not is_equal[part].all() else 0.0
+    loose = is_equal & (count_of(group) > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
         rule.name == "own" or rule.own > 0.99 for rule in rules.values()
     ):
@@ -690,23 +744,48 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
         return
     inspected, response = run.responses
     at, reward = run.at[inspected], run.rows["reward"][inspected]
-    order = np.lexsort((response, at))
-    same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
+    yield from _repeated_batches(run, at, response)
+    order = np.lexsort((at, response))
+    same = np.flatnonzero(response[order][1:] == response[order][:-1])
     one, two = order[same], order[same + 1]
     least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
-
-    def unequal(rewards: np.ndarray) -> np.ndarray:
-        return np.asarray(np.abs(rewards[one] - rewards[two]) > least)
-
-    differs = unequal(reward)
-    if (num := int(differs.sum())) < 20:  # so few pairs may become equal by chance
-        return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
-    left = {by: int(unequal(reward[firsts + (place - firsts + by) % sizes]).sum()) for by in range(-8, 9) if by}
-    shift = min(left, key=lambda by: (left[by], abs(by)))
-    if 10 * left[shift] <= num:
-        numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": left[shift]}
-        yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers)
+    moves = {f"rewards moved by {by} rows": firsts + (place - firsts + by) % sizes for by in range(-8, 9) if by}
+    if np.ptp(sizes) == 0:
+        for name, by in (("next", sizes[0]), ("previous", -sizes[0])):
+            moves[f"the rewards of the {name} step"] = np.clip(place + by, 0, len(at) - 1)
+    within = at[one] == at[two]
+    for asked in (within, np.ones(len(within), bool)):
+        differs = asked & (np.abs(reward[one] - reward[two]) > least)
+        num = int(differs.sum())
+        if num < 20:  # so few pairs may become equal by chance
+            continue
+        left = {
+            name: int((asked & (np.abs(reward[moved[one]] - reward[moved[two]]) > least)).sum())
+            for name, moved in moves.items()
+        }
+        move = min(left, key=left.__getitem__)
+        is_moved = 10 * left[move] <= num
+        if is_moved or asked is within:
+            explanation = (
+                f"with {move}, only {left[move]:,} do"
+                if is_moved
+                else "no shift of the rewards explains them: the reward is random, or belongs to other rows"
+            )
+            numbers: Numbers = {"num": num, "num_pairs": int(asked.sum()), "explanation": explanation}
+            yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers, notice=not is_moved)
+            return
+
+
+def _repeated_batches(run: _Run, at: np.ndarray, response: np.ndarray) -> Iterator[DataFinding]:
+    steps = np.unique(at)
+    rows = {step: response[at == step] for step in steps}
+    again = np.array([
+        before in rows and len(np.unique(rows[step])) >= 8 and np.isin(rows[step], rows[before]).mean() >= 0.9
+        for step, before in zip(steps, steps - 1, strict=True)
+    ])  # fmt: skip
+    if again.sum() >= 2:
+        yield run.finding("batch_repeats", again, steps, _BY_ROW, {"num_steps": int(again.sum())}, notice=True)
 
 
 def _metrics(run: _Run) -> Iterator[DataFinding]:
@@ -721,8 +800,8 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
         lags = itertools.product(filter(known_names.__contains__, names), (0, 1, -1))
         found = [each for name, later in lags if (each := _compared(logged, name, later, steps, mean, errors))]
-        own = [each for each in found if not each.later and each.is_sample]
-        unlike = {each.name for each in own}
+        own = [each for each in found if not each.later and (each.is_sample or each.off.sum() > 2)]
+        unlike = {each.name for each in own if each.is_sample}
         shifted = (each for each in found if each.later and each.name in unlike and len(each.ends) > 3)
         late = next((each for each in shifted if not each.off.any()), None)
         if late is not None and table == "sequences":
@@ -734,12 +813,20 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             at = np.searchsorted(run.steps, steps[late.ends])
             yield run.finding("metric_late", np.ones(len(at), bool), at, _BY_STEP, numbers, notice=True)
             continue
-        explained = ((each, _logged_of(run, column, each.value, mean[each.ends], steps[each.ends])) for each in own)
+        explained = (
+            (
+                each,
+                _logged_of(
+                    run, column, each.value[each.asked], mean[each.ends[each.asked]], steps[each.ends[each.asked]]
+                ),
+            )
+            for each in own
+        )
         other, of = next((pair for pair in explained if pair[1]), (None, ""))
         if other is not None:
             at = np.searchsorted(run.steps, steps[other.ends])
             numbers = other.worst(steps, mean, other.distance) | {"of": of}
-            yield run.finding("metric_of_others", other.distance > 0, at, _BY_STEP, numbers)
+            yield run.finding("metric_of_others", other.asked, at, _BY_STEP, numbers)
             continue
         best = min(found, key=lambda each: (each.is_sample, int(each.off.sum()), abs(each.later)), default=None)
         if best is not None and best.off.sum() > 2 and (not best.is_sample or 2 * best.off.sum() > len(best.off)):
@@ -764,6 +851,11 @@ class _Logged:
     """[E] bool: the value contradicts the rows."""
     is_sample: bool
     """True if most values differ, as they do if other rows were averaged."""
+
+    @property
+    def asked(self) -> np.ndarray:
+        """[E] bool: the steps to explain, which are all of them if other rows were averaged."""
+        return self.distance > 0 if self.is_sample else self.off
 
     def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:
         """Describe the step with the largest `by`, [E]."""
@@ -792,9 +884,10 @@ def _compared(
     distance = np.abs(value - mean[ends])
     nearest = np.minimum(distance, np.abs(value - since_last))
     off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
-    is_sample = 2 * int(off.sum()) >= len(off)
+    is_change = off.argmax() >= 2 and bool(off[off.argmax() :].all())
+    is_sample = 2 * int(off.sum()) >= len(off) and not is_change
     # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
-    if is_sample or not off[off.argmax() :].all():
+    if is_change or is_sample or not off[off.argmax() :].all():
         off &= nearest > np.maximum(errors, errors.mean())[ends]
     return _Logged(name=name, later=later, ends=ends, value=value, distance=distance, off=off, is_sample=is_sample)
 
@@ -910,7 +1003,12 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
                 return np.asarray(found * np.r_[np.ones(len(found) - 1), constant])
         return None
 
-    declared = {name: float(number) for name, number in _WEIGHT.findall(str(run.settings.get("reward_weights", "")))}
+    given = str(run.settings.get("reward_weights", ""))
+    listed = _NUMBER.findall(given)
+    if given.startswith("[") and len(listed) == len(names):  # TRL lists them in the order of the functions
+        declared = dict(zip(names, map(float, listed), strict=True))
+    else:
+        declared = {name: float(number) for name, number in _WEIGHT.findall(given)}
     everywhere = np.ones(len(reward), bool)
     if (found := weights_of(reward)) is not None:
         *weights, constant = (round(float(weight), 3) for weight in found)

@@ -272,6 +272,11 @@ FAULTS = {
     "extreme from 6": ("advantages_extreme", 6, {"advantage": since(6, lambda r: np.where(np.arange(len(r)) == 3, 4000.0, grpo(r)))}),
     "nan rewards": ("not_finite", 7, {"recorded": lambda r, n: np.where((np.arange(len(r)) == 3) & (n > 6), np.nan, r)}),
     "constant rewards": ("rewards_constant", None, {"reward": lambda step, n, draw: np.zeros(len(GROUP))}),
+    "groups of equal prompts": ("advantages_inverted", 4, {"groups": lambda step, n: None, "advantage": since(4, lambda r: -grpo(r))}),
+    "another normalisation than recorded": ("advantages_unlike_settings", None, {"advantage": lambda r, n: centred(r), "hyperparameters": {"scale_rewards": "group"}, "reward": graded}),
+    "rewards by prompt from 5": ("rewards_by_prompt", 5, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP if n >= 5 else np.arange(len(GROUP))]}),
+    "logged sum from 5": ("metric_of_others", 5, {"metrics": lambda step, r, n: {"reward": r.sum() if n >= 5 else r.mean()}}),
+    "unweighted sum": ("rewards_weighted", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + parts_of(step)["format"], "columns": lambda step, n: {"rewards": parts_of(step)}, "hyperparameters": {"reward_weights": "[1.0, 0.5]"}}),
     "zero rewards from 5": ("rewards_constant", 5, {"reward": lambda step, n, draw: binary(step, n, draw) * (n < 5)}),
     "rewards by prompt": ("rewards_by_prompt", None, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP]}),
     "masks that begin late": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= 3 for row in step.responses]}}),
@@ -341,11 +346,13 @@ def test_rewards_in_other_rows_show_in_equal_responses(tmp_path):
     recorded = write(tmp_path / "moved", lambda r, n: grpo(np.roll(r, 3)), recorded=roll(3), **few)
     (found,) = findings(recorded)
     assert found.code == "rewards_unequal"
-    assert (found.numbers["shift"], found.numbers["num_moved"]) == (3, 0)
+    assert found.numbers["explanation"] == "with rewards moved by 3 rows, only 0 do"
 
 
 def test_a_random_reward_is_not_in_other_rows(tmp_path):
-    assert findings(write(tmp_path / "run", longest=4, steps=12)) == ()
+    (found,) = findings(write(tmp_path / "run", longest=4, steps=12))
+    assert (found.code, found.is_notice) == ("rewards_unequal", True)
+    assert "no shift" in data_text(found)
 
 
 def scored(current, train=in_float32, *, versions=(None, None), uses=1):
