@@ -82,8 +82,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 
 WITHOUT_NETWORK = """\
 On an offline machine that has torch, transformers and the wheels tim-trace needs (duckdb, numcodecs, pytz, zarr, msgspec,
-google-crc32c, donfig, rich), symlink the clone in as the package and run it in stages. Each row is saved as soon as it is
-measured, and the next run picks up from there:
+google-crc32c, donfig, rich), make the clone importable as `tim_trace` through a symlink, and run the benchmark in
+stages. Each row is saved as soon as it is measured, and the next run measures only the missing rows:
 
     mkdir p && ln -s "$PWD" p/tim_trace && export PYTHONPATH="$PWD/p"
     python -m pytest -m gpu
@@ -180,7 +180,7 @@ def _append(path, row):
 def _page(results, wanted):
     """Return the page of all results, by machine and part."""
     parts = [
-        "# On a GPU\n\nThis page shows measurements on a GPU; `make bench-gpu` repeats them and writes it.\n",
+        "# On a GPU\n\nThis page shows measurements on a GPU. `make bench-gpu` repeats them and rewrites the page.\n",
         WITHOUT_NETWORK,
     ]
     for machine in dict.fromkeys(row["machine"] for row in results):
@@ -284,10 +284,10 @@ def _scores(model, sequences, prompt):
 def _recording(arguments, room):
     """Recording from the device.
 
-    The table shows the time of a training step (forward, backward and AdamW, eight rows at a time) with a recorder
-    relative to the same step without one, in alternating runs; the time of the recorder's calls on the training thread;
-    and the time for digests, weights and optimizer statistics of the whole model. The first two versions of weights
-    include first-touch page faults.
+    Training steps (forward, backward and AdamW, eight rows at a time) run alternately with and without a recorder; the
+    table shows the ratio of their times. Other rows show the time of the recorder's calls on the training thread, and
+    of digests, weights and optimizer statistics for the whole model. The first two versions of the weights take longer,
+    because their memory is touched for the first time.
     """
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),
@@ -455,9 +455,10 @@ def _optimizer(arguments, room):
 def _replay(arguments, room):
     """Arms of a replay.
 
-    d is the difference from fp64 on the same device, in nats; *equal* is the share of tokens that match the arm `dtype=bf16` bit for
-    bit. The first row compares with a bare loop, whose logsumexp runs over the whole batch at once. Seconds include loading and
-    writing. Decode, compile, the exact engine and vLLM run on four short sequences.
+    d is the difference from the arm `dtype=fp64` on the same device, in nats. *equal* is the share of tokens that match
+    the arm `dtype=bf16` bit for bit. In the first row, both compare with a bare loop instead, which computes logsumexp
+    over the whole batch at once. *replay s* includes loading the model and writing the results. Decode, compile, the
+    exact engine and vLLM score only four short sequences.
     """
     return [
         ("as recorded, compared with the bare loop", partial(_identity, arguments, room)),
@@ -514,7 +515,8 @@ def _arm(arguments, room, arm):
 def _locate(arguments, room):
     """Locate.
 
-    The first operator whose error exceeds its bound, and the largest error in units of its bound: rounding stays below 1.
+    The table shows the first operator whose error exceeds its bound, and the largest error divided by its bound.
+    Rounding stays below 1.
     """
     pairs = {
         "dtype=bf16 against dtype=fp64": ("dtype=bf16", "dtype=fp64"),
@@ -537,8 +539,8 @@ def _located(arguments, room, arm, against):
 def _throughput(arguments, room):
     """Tokens per second.
 
-    Prompt and response tokens of one pass over nine steps like step 1; for the bare loop, the median of three passes over one step.
-    *without loading* subtracts a replay of one step.
+    Prompt and response tokens are counted. A replay scores nine steps like step 1; the bare loop scores one such step,
+    and its time is the median of three passes. *without loading* subtracts the time to replay one step.
     """
     return [
         ("transformers, a bare loop in bf16", partial(_bare, arguments)),
