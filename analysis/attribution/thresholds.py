@@ -42,6 +42,6 @@ MOSTLY_CUT = 0.8
 LENGTH_SHARE = 0.5
 """At least this fraction of a step's responses gets a different reward if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the variance that length explains rises from below the first to the second."""
+"""Rewards start to depend on length if its explained variance rises from below the first to at least the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Two trainers' weights differ if the mean logprobs of a response differ by more nats than this; fp32 kernels cause 1e-7."""
+"""Minimum difference, in nats, of a response's mean logprobs under different weights; fp32 kernels cause 1e-7."""

@@ -35,7 +35,7 @@ SAME_REWARDS_SD = 2.5
 MOST = 0.5
 """Without a drop, a value changed if at least this fraction of repeated responses gets a different one."""
 REFERENCE_MOVES = 0.05
-"""The reference model changed if its mean logprob of a response changes by more nats than this; bf16 kernels cause 0.01."""
+"""Minimum change, in nats, of a response's mean logprob under a changed reference model; bf16 kernels cause 0.01."""
 SAME_ORDER = 0.95
 """Above this correlation between old and new rewards of identical responses, only their scale changed."""
 LENGTH_PAYS = 0.5
