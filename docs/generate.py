@@ -67,13 +67,13 @@ def _type(type):
 
 
 NOTES = {
-    "seq_id": "without the column, the row's number in the import, from 0",
-    "response_mask": "true if a token counts in the loss; without the column, all tokens count",
+    "seq_id": "default: the row's index in the import, from 0",
+    "response_mask": "true if the token contributes to the loss; default: true for all tokens",
     "advantage": "one value, or one per response token",
-    "reward": "True and False count as 1 and 0",
+    "reward": "True is read as 1, False as 0",
     "rewards": "a map, a struct or a JSON object: reward function -> value",
-    **dict.fromkeys(PASSES, "becomes a pass; at least one of the four is required"),
-    **dict.fromkeys(OF_TOKENS, "belongs to `train`, else to `current` or `rollout`"),
+    **dict.fromkeys(PASSES, "becomes a pass; at least one of the four passes is required"),
+    **dict.fromkeys(OF_TOKENS, "stored with `train`; if there is no `train`, with `current` or `rollout`"),
 }
 
 
@@ -232,7 +232,7 @@ def pages():
 
 def arms():
     """Return the options of a replay arm, their engines, and what they exclude, as a Markdown table."""
-    lines = ["| option | values | what it does | engines | not with | gradient |", "|---|---|---|---|---|---|"]
+    lines = ["| option | values | what it does | engines | incompatible with | gradient |", "|---|---|---|---|---|---|"]
     for name, described in OPTIONS.items():
         refused = [
             f"{', '.join(f'`{value}`' for value in values)} (engine {user})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 OTHER_ENDINGS = 0.2
 """Responses are cut off if at least this fraction of a step's responses end early on an unusual token."""
 OF_NO_SCATTER = 10.0
-"""Size, in standard deviations, from which a change in an input is deliberate."""
+"""A change in an input is deliberate if it is at least this many standard deviations."""
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
@@ -36,12 +36,12 @@ MIXED = 0.5
 MANY_SHARED = 0.3
 """If the runs share fewer of a step's prompts than this fraction, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Sequences with shared prompts that a step needs; prompts differ if a trainer drops groups with equal rewards."""
+"""Minimum sequences with shared prompts in a step. Trainers that drop groups with equal rewards differ in prompts."""
 MOSTLY_CUT = 0.8
 """A length limit is the reason if at least this fraction of the responses that differ just end early."""
 LENGTH_SHARE = 0.5
 """At least this fraction of a step's responses gets a different reward if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards come to depend on length if the variance it explains rises from below the first to at least the second."""
+"""Rewards start to depend on length if its explained variance rises from below the first to at least the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Two trainers' weights differ if the mean logprobs of a response differ by more, in nats; fp32 kernels cause 1e-7."""
+"""Minimum difference, in nats, of a response's mean logprobs under different weights; fp32 kernels cause 1e-7."""

@@ -10,12 +10,12 @@ GROWTH = 1.6
 """The mismatch grows if, in the last quarter of the run, it is at least this many times its settled size."""
 
 EARLIER_AGREES = 0.5
-"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step, or so many steps back. In
+"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step, or at one lag. In
 57 collapses due to the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
-"""Number of prefixes that must match if the engine has weights from several earlier steps."""
+"""Minimum number of matching prefixes for reporting that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""The weights are from several earlier steps if so many times more prefixes match than by chance; others reach 2.3."""
+"""Minimum ratio of matching prefixes to those expected by chance, for the same report; other collapses reach 2.3."""
 STILL = 0.5
 """The engine keeps its weights if this fraction of repeated prefixes has bitwise identical engine logprobs. With new
 weights at every other step, one half of them do."""
@@ -35,7 +35,7 @@ SAME_REWARDS_SD = 2.5
 MOST = 0.5
 """Without a drop, a value changed if at least this fraction of repeated responses gets a different one."""
 REFERENCE_MOVES = 0.05
-"""The reference model changed if its mean logprob of a response changes by more, in nats; bf16 kernels cause 0.01."""
+"""Minimum change, in nats, of a response's mean logprob under a changed reference model; bf16 kernels cause 0.01."""
 SAME_ORDER = 0.95
 """Above this correlation between old and new rewards of identical responses, only their scale changed."""
 LENGTH_PAYS = 0.5
@@ -55,8 +55,8 @@ MOVES_ON = 0.6
 BREAKS_SD = 4.0
 """A correlation is lost if it drops abruptly by this many standard deviations of the earlier steps."""
 BREAKABLE = 0.2
-"""Weaker correlations are not tested for a loss."""
+"""Correlations weaker than this are not tested for a loss."""
 BREAK_LOSES = 0.5
 """A lost correlation stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Responses with equal rewards are tested separately from this fraction of the variance of reward differences on."""
+"""Minimum share of the variance of reward differences for testing responses with equal rewards separately."""

@@ -157,7 +157,7 @@ SGLANG = response_format(
     },
     name="sglang",
     writes="your client: responses of `/generate`, requested with return_logprob=true",
-    alignment="output_token_logprobs are (logprob, id, text) for each output token; output_token_sampling_logprobs "
+    alignment="each output token has a (logprob, id, text) in output_token_logprobs; output_token_sampling_logprobs "
     "become the pass rollout/sampling, and rollout minus rollout/sampling is the log of the mass kept by truncation",
     rollout="the responses have no logprobs; request them with return_logprob=true",
 )
