@@ -72,7 +72,7 @@ class Loss:
     Masked tokens are excluded, but a sequence whose tokens are all masked is still included in the number of sequences.
     """
     max_tokens: int | None = None
-    """Number of tokens per sequence by which aggregation `constant` divides; None for other aggregations."""
+    """Number of tokens per sequence that the `constant` aggregation divides by; None for other aggregations."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL term, the k3 estimate against the `reference` pass."""
     kl_weighted: bool = False

@@ -156,7 +156,7 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
         )  # fmt: skip
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedTrace(
-            f"{where}: cannot be read as Parquet ({first_line(error)}); restore it from a copy"
+            f"{where}: cannot be read as Parquet ({first_line(error)}); restore it from a backup"
         ) from error
 
 
@@ -166,7 +166,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
         if len(tail) < 12 or tail[-4:] != MAGIC:
             raise DamagedTrace(
-                f"{where}: cannot be read as Parquet (no Parquet magic number at the end); restore it from a copy"
+                f"{where}: cannot be read as Parquet (no Parquet magic number at the end); restore it from a backup"
             )
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
@@ -179,7 +179,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         raise
     except OSError as error:
         raise DamagedTrace(
-            f"{where}: cannot be read ({error.strerror or first_line(error)}); restore it from a copy"
+            f"{where}: cannot be read ({error.strerror or first_line(error)}); restore it from a backup"
         ) from error
 
 

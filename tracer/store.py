@@ -465,8 +465,8 @@ class Store:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id != manifest.run_id:
             raise DamagedTrace(
-                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
-                "whichever of the two files is wrong from a copy"
+                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; one of "
+                "the two files is wrong: restore it from a backup"
             )
 
 
@@ -474,7 +474,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     """Return the error for a file that cannot be read. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
-    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
+    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:

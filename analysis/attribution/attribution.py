@@ -1,4 +1,4 @@
-"""The result of `attribute`: the drop in a run, and the suspects for its cause."""
+"""The result of `attribute`: the drop in a run and its suspected causes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ MIXED = 0.5
 MANY_SHARED = 0.3
 """If the runs share fewer of a step's prompts than this fraction, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Sequences with shared prompts that a step needs; prompts differ if a trainer drops groups with equal rewards."""
+"""Minimum number of sequences in a step whose prompts both runs share. Prompts differ, for example, if a trainer drops
+groups with equal rewards."""
 MOSTLY_CUT = 0.8
 """A length limit is the reason if at least this fraction of the responses that differ just end early."""
 LENGTH_SHARE = 0.5

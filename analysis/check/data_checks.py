@@ -535,7 +535,7 @@ class AdvantageRule:
     between: float = 0.0
     """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
     fit: float = 0.0
-    """Correlation between the recorded advantages and those under the rule."""
+    """Correlation between the recorded advantages and those that the rule gives."""
     own: float = 0.0
     """The same with the group's mean as the baseline."""
     factor: float | None = None
@@ -627,7 +627,8 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio of advantages to rewards minus the group mean; None if it is usual or not constant."""
+    """Return the ratio of advantages to rewards minus the group mean; None if the ratio is a usual one or
+    varies."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)

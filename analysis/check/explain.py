@@ -349,8 +349,8 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on things that rounding
-    does not depend on."""
+    """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
+    factors that do not affect rounding."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 

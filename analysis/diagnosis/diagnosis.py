@@ -38,7 +38,7 @@ class FigureComparison:
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if the coarser dtype is the same for both."""
+    """True if the coarser of the two sides' dtypes is the same as in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

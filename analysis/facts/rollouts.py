@@ -56,7 +56,7 @@ _OF_COUNTED = {
 """Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Number of response tokens in an opening. With the prompt, an opening is a prefix that several responses share."""
+"""Number of response tokens in an opening. The prompt and an opening together form a prefix that responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Number of pairs needed for a comparison, and of responses needed on both sides of a step."""

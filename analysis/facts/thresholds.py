@@ -15,7 +15,8 @@ EARLIER_AGREES = 0.5
 EARLIER_FEWEST = 8
 """Number of prefixes that must match if the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""The weights are from several earlier steps if so many times more prefixes match than by chance; others reach 2.3."""
+"""The weights are from several earlier steps if at least this many times more prefixes match than expected by chance.
+With other causes, the factor is at most 2.3."""
 STILL = 0.5
 """The engine keeps its weights if this fraction of repeated prefixes has bitwise identical engine logprobs. With new
 weights at every other step, one half of them do."""
@@ -39,7 +40,7 @@ REFERENCE_MOVES = 0.05
 SAME_ORDER = 0.95
 """Above this correlation between old and new rewards of identical responses, only their scale changed."""
 LENGTH_PAYS = 0.5
-"""The reward depends on length above this correlation within groups; with a correct reward it stays lower."""
+"""Above this correlation within groups, the reward is taken to depend on length; correct rewards correlate less."""
 LENGTH_EXPLAINS = 0.8
 """Length explains reward differences above this correlation."""
 LENGTH_IS_ALL = 0.98
@@ -55,7 +56,7 @@ MOVES_ON = 0.6
 BREAKS_SD = 4.0
 """A correlation is lost if it drops abruptly by this many standard deviations of the earlier steps."""
 BREAKABLE = 0.2
-"""Weaker correlations are not tested for a loss."""
+"""A correlation weaker than this is not tested, because it is too weak to be lost."""
 BREAK_LOSES = 0.5
 """A lost correlation stays lower by at least this fraction."""
 MATERIAL_REST = 0.1

@@ -82,8 +82,8 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a metric and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append 'any "
-            f"step' or 'last N steps' unless the condition covers the whole run",
+            f"got {text!r}; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append "
+            f"'any step' or 'last N steps' unless the condition covers the whole run",
             option="fail_on",
         )
     return Condition(

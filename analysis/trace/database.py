@@ -164,7 +164,7 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps again, of all traces or of one, to use sums stored in the meantime."""
+        """Open the same steps of one or all traces again, to use sums that were stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:

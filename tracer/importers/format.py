@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """One part of a dump: what its reader needs, and what it reports back."""
+    """The input of the reader of one part of a dump, and what the reader reports back."""
 
     folder: DumpFolder
     part: Part

@@ -156,7 +156,7 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""By series, the size of a change that counts one half, regardless of scatter."""
+"""Series -> size of a change whose strength is halved, because a change this small hardly matters."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:

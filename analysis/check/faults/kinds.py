@@ -53,7 +53,7 @@ CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, for reporting which side's weights are behind."""
 CLEAR_FADE = 4.0
 """Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45
-runs with stale or quantised weights that this bound was chosen on, the decline is at most 2.7."""
+runs with stale or quantised weights that were used to choose this bound, the decline is at most 2.7."""
 TAIL_RATIO = 10.0
 """Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches 6 to 8."""
 

@@ -506,8 +506,8 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 MIN_SIGNS = 0.97
 """Minimum share of the mismatched tokens whose d has the sign that a bias would cause. By chance, half of them do."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ, it
-leaves more."""
+"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ,
+more is left unexplained."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the difference in log-odds that earlier occurrences must explain, and minimum significance of their
 effect, in standard errors."""
