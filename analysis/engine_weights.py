@@ -190,8 +190,8 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` is the number of unlisted tensors, which all agree, and how many of these
-        changed."""
+        """Compare the next version. `plain` holds the number of unlisted tensors, all of which agree, and how many of
+        them changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain

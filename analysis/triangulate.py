@@ -104,7 +104,7 @@ def triangulate(
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
-    has these replays. Compares the tokens that count in the loss and have finite logprobs in trainer, engine and
+    has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
     reference. `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
     recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
     the work over a Ray cluster, as in `replay`.
@@ -281,8 +281,8 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is what a replay removes if it takes the
-trainer's place. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
+"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is the part of d^2 that disappears if the
+trainer's logprobs are replaced by a replay's. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

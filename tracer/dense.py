@@ -34,7 +34,7 @@ CHUNKS_A_SHARD = 64
 class TopK:
     """The K most probable tokens at each position, in descending order, and the total probability of the rest.
 
-    A tail of -inf means that the K tokens have all of the probability.
+    A tail of -inf means that the K tokens account for all of the probability.
     """
 
     token_ids: Any

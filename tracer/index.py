@@ -88,7 +88,7 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Contents of files that are named by their hash, which the reader verifies."""
+    """Contents of files that are named after their hash. The reader verifies the hash."""
 
     @property
     def paths(self) -> set[str]:

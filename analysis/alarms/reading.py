@@ -214,7 +214,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
-         "a spike of the learning rate", False),
+         "a spike in the learning rate", False),
         (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip

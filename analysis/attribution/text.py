@@ -98,8 +98,8 @@ DIFFERENCES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
-    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
-    "show a collapse",
+    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, a collapse "
+    "cannot be seen in it",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
     "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",

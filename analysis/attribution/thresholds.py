@@ -28,7 +28,7 @@ FEW_CHANGED = 10
 ABRUPT = 10.0
 """The mismatch jumps if it grows by at least this factor in one step; training alone makes it grow by less."""
 MISMATCH_DIFFERS = 3.0
-"""The mismatches of two runs differ from this ratio on; with the same engine, the ratio reaches 1.5 by chance."""
+"""Minimum ratio of the mismatches of two runs for them to differ; with the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
 """A smaller mean |d|, in nats, is harmless; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
@@ -39,7 +39,7 @@ FEWEST_SHARED = 4
 """Minimum number of sequences in a step whose prompts both runs share. Prompts differ, for example, if a trainer drops
 groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit is the reason if at least this fraction of the responses that differ just end early."""
+"""A length limit explains the difference if at least this fraction of the differing responses were merely cut short."""
 LENGTH_SHARE = 0.5
 """At least this fraction of a step's responses gets a different reward if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7

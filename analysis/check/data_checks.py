@@ -38,7 +38,7 @@ KINDS = {
     "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g}, not 0: the difference from the mean is rounding, divided by a tiny deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
-    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
+    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts toward the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
     "advantages_mixed": ("some advantages follow a different rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
@@ -55,11 +55,11 @@ KINDS = {
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
-    "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
+    "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count toward the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with a different limit"),
-    "tokens_after_end": ("tokens after the end token count in the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
+    "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
@@ -68,8 +68,8 @@ KINDS = {
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy belongs to the {which} position"),
-    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count in the loss"),
-    "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
+    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled"),
 }  # fmt: skip
 """Code -> title and sentence template, filled with the numbers of the finding."""
 

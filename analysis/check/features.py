@@ -139,7 +139,7 @@ class ErrorStructure:
     persistence: float
     """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""
     sequence_score: float
-    """How far the share of variance between sequences exceeds chance, in standard deviations."""
+    """How far the share of variance between sequences exceeds what chance produces, in standard deviations."""
     persistence_within: float = 1.0
     """`persistence` after subtracting the mean of each sequence; 0 if whole sequences are affected."""
 

@@ -222,7 +222,7 @@ HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Numbers of equal steps from probability 0 to 1 that are tried as grids."""
+"""Grids to try for probabilities: the number of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier

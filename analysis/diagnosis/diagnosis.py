@@ -28,9 +28,9 @@ class Numerics:
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
     logits: tuple[str | None, str | None]
-    """Of the logits, inferred from the logprobs; see check.pair_data."""
+    """dtypes of the logits, inferred from the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
-    """To which the recorded logprobs were rounded."""
+    """dtypes that the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,10 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, in a valid comparison, whether it is normal. `explanation`: by `check`."""
+    """State the size of the mismatch and, in a valid comparison, whether it is normal.
+
+    `explanation` is the one that `check` found.
+    """
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

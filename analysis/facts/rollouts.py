@@ -59,9 +59,9 @@ OPENING = 3
 """Number of response tokens in an opening. The prompt and an opening together form a prefix that responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Number of pairs needed for a comparison, and of responses needed on both sides of a step."""
+"""Minimum number of pairs for a comparison, and minimum number of responses that must occur on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob of a prefix, in nats, below which it is so certain that a change of the weights does not show."""
+"""-logprob of a prefix, in nats, below which the prefix is so certain that a change in the weights has no visible effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

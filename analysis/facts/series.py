@@ -127,7 +127,7 @@ window. This rule gives no false alarm in 238 healthy runs from ten benchmark su
 autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200
 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
+"""Minimum size of a drop, in standard errors above the bias that comes from choosing the best window."""
 FALLEN = 0.35
 """A change after this fraction of the drop is too late to be its cause."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 AHEAD = 3.0
 """The cause of a drop is searched for from this many steps before the interval of its onset."""
 AT_ONCE = 0.35
-"""The mismatch was there from the start if it begins with this fraction of its settled size; one update causes less."""
+"""The mismatch was present from the start if it begins with at least this fraction of its settled size. A mismatch that
+a single update causes is smaller."""
 GROWTH = 1.6
 """The mismatch grows if, in the last quarter of the run, it is at least this many times its settled size."""
 
 EARLIER_AGREES = 0.5
-"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step, or so many steps back. In
+"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step, or a constant number of steps back. In
 57 collapses due to the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
 """Number of prefixes that must match if the engine has weights from several earlier steps."""
@@ -34,7 +35,7 @@ deviations."""
 SAME_REWARDS_SD = 2.5
 """Two distributions of rewards are also the same if their means differ by at most this many standard errors."""
 MOST = 0.5
-"""Without a drop, a value changed if at least this fraction of repeated responses gets a different one."""
+"""Without a drop, a value is considered changed if it differs for at least this fraction of repeated responses."""
 REFERENCE_MOVES = 0.05
 """The reference model changed if its mean logprob of a response changes by more, in nats; bf16 kernels cause 0.01."""
 SAME_ORDER = 0.95
@@ -60,4 +61,5 @@ BREAKABLE = 0.2
 BREAK_LOSES = 0.5
 """A lost correlation stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Responses with equal rewards are tested separately from this fraction of the variance of reward differences on."""
+"""Responses with equal rewards are tested separately if the variance of reward differences among them is at least this
+fraction of the total."""

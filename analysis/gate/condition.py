@@ -64,11 +64,11 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition, as NaN and infinities do, because they prove nothing."""
+        """Return True if a value violates the condition. NaN and infinities always do, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
-        """Return the step whose value is furthest beyond the bound, or nearest to it; None if no step has a value."""
+        """Return the step whose value violates the bound most or comes closest to it; None if no step has a value."""
         sign = 1 if self.sign in (">", ">=") else -1
         return max(by_step, key=lambda step: (math.isnan(by_step[step]), sign * by_step[step]), default=None)
 

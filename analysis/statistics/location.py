@@ -112,7 +112,7 @@ _MAX_ENDS = 12
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return (low, index, high): the first index of a decline between two given levels, and its 90% interval.
 
-    The index has the least sum of squares. The interval has all indices whose sum of squares is within the F quantile
+    The index minimises the sum of squares. The interval contains all indices whose sum of squares is within the F quantile
     with 1 and N - 3 degrees of freedom.
     """
     n = len(values)

@@ -207,7 +207,7 @@ INFINITE is either infinity."""
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count in the loss and have finite
+    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count toward the loss and have finite
     logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
     `visible`, but are not escaped for HTML.
     """

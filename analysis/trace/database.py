@@ -196,7 +196,7 @@ class Database:
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return the rows of a query, bitwise the same in every call.
+        """Return the rows of a query, bitwise identical on every call.
 
         Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """

@@ -42,7 +42,7 @@ OF_PROBABILITIES = (
 )  # fmt: skip
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
+"""Run, step, and [T] float64 |d| of the tokens that count toward the loss and have finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
 
@@ -67,7 +67,7 @@ _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count in the loss and have a finite logprob in both passes."""
+    """Tokens that count toward the loss and have a finite logprob in both passes."""
 
     a_T: np.ndarray
     b_T: np.ndarray

@@ -72,7 +72,7 @@ class TableViews:
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
         """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as SQL.
 
-        Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
+        Hyperparameters of earlier steps are kept, because they stay in effect until they are recorded again.
         """
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)

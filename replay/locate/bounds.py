@@ -30,7 +30,7 @@ _STEPS_OF_CODE = 4.0
 """Extra error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element. Such
 code may split sums, for example."""
 _ROWS = 64
-"""Number of queries whose attention scores are in memory at a time."""
+"""Number of queries whose attention scores are held in memory at once."""
 
 
 def unit(dtype: Any) -> float:

@@ -119,7 +119,7 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return, for each dimension [D] of the float64 model's queries and keys, its index in the execution's.
+    """Map each dimension [D] of the float64 model's queries and keys to the matching dimension in the execution.
 
     None if the order is the same, or if no order fits.
 

@@ -18,7 +18,7 @@ TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
-"""Number of orders reserved for each layer, more than any layer has operators."""
+"""Size of the range of order numbers reserved for each layer. No layer has this many operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

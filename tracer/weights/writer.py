@@ -50,7 +50,7 @@ STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r. Any version can thus be
 rebuilt from few rows."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares since the keyframe. Above it, applying changes is slower than reading a keyframe."""
+"""Maximum sum, over the versions since the keyframe, of the share of elements that changed. Above it, applying changes is slower than reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
 """Maximum size of a version that is copied through pinned memory. For larger versions, the caller waits."""

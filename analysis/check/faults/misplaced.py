@@ -106,7 +106,7 @@ SHIFT = Fault(
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
-        "have moved up, and the end of the row is filled with {filler:g}",
+        "moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
 )  # fmt: skip
