@@ -23,7 +23,7 @@ BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "l
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
 _FEW = 8
-"""Up to this many traces are processed together, whatever their size."""
+"""Up to this many traces are processed together, regardless of their size."""
 _TOGETHER = 64
 """Maximum number of traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}

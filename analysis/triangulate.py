@@ -85,7 +85,7 @@ class Triangulation(Result):
     """Why the recorded bits were not reproduced, as a code of `ReplayedStep`; None if they were, or if no replay
     ran."""
     arms: Rows
-    """One row per arm: the mismatch if its replay takes the trainer's place, and the share of mean d^2 that this
+    """One row per arm: the mismatch if its replay replaces the trainer's logprobs, and the share of mean d^2 that this
     removes."""
 
 
@@ -282,7 +282,8 @@ def _list(steps: Sequence[int]) -> str:
 
 GAP, REMOVED = "gap", "removed"
 """Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is the part of d^2 that disappears if the
-trainer's logprobs are replaced by a replay's. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
+trainer's logprobs are replaced by a replay's. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of
+e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +296,8 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens of one step, at least one. `tokens` has the columns that `_tokens` returns."""
+        """Sum over the tokens of one step; there must be at least one token. `tokens` has the columns that `_tokens`
+        returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}

@@ -143,7 +143,7 @@ class AlarmReading:
     """The metric's value at `worst_step`; None if the rule has no single value."""
     is_raised: bool
     worst_step: int | None
-    """Step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
+    """Step whose value exceeds the level most or comes closest to it; None if no step has a value."""
     first_step: int | None = None
     """First step at which the alert fires; None if it never does."""
     first_value: float | None = None

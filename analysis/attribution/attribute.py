@@ -41,7 +41,7 @@ _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
 """Features of differences in the configuration. They count even if the data differ earlier."""
 FELL_TOO = 0.6
-"""The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
+"""The baseline is considered to have collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(

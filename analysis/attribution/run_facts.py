@@ -130,7 +130,8 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset, or since the end of its interval if only these are misplaced."""
+        """Rewards of identical responses since the onset, or since the end of its interval if only these are
+        misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -143,7 +144,8 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the drop."""
+        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the
+        drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -193,7 +195,8 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step that length explains, before and after the onset, if it rises enough."""
+        """Share of the reward variance within a step that length explains, before and after the onset, if it rises
+        enough."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -249,7 +252,8 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too low."""
+        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too
+        low."""
         for part in (self.around_fall(), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
@@ -298,7 +302,7 @@ class Facts:
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
 
-        Without a drop, locate the step from which the run no longer rises with the baseline.
+        Without a drop, locate the step at which the run stops rising along with the baseline.
         """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
@@ -347,7 +351,8 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its maximum."""
+    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its
+    maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

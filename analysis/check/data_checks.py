@@ -801,7 +801,10 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Name what the logged values, [E], average instead of all rows, whose mean is `mean`, [E]; empty if unknown."""
+    """Describe what the logged values, [E], are averages of, if not of all rows; empty if unknown.
+
+    The mean over all rows is `mean`, [E].
+    """
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))

@@ -130,7 +130,7 @@ MAX_FLIP_NATS = 3.0
 """Largest logit error, nats, that is attributed to a different choice of experts if the model is not known to have
 experts. `spread` is used instead if it is larger."""
 MIN_OFF_TOKENS = 5
-"""If fewer tokens than this exceed rounding, only those that exceed `max_flip` are reported."""
+"""If there are fewer tokens than this that rounding cannot explain, only those that exceed `max_flip` are reported."""
 MIN_UNCERTAIN = 30
 """Minimum number of uncertain tokens (1 - p above MIN_REST) needed to measure the level of rounding in a run."""
 LEAST_SHARE = 6.0
@@ -214,7 +214,7 @@ def max_flip(data: PairData) -> float:
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return a mask, [K] bool, of the tokens whose d exceeds rounding, at a false discovery rate of FALSE_SHARE.
+    """Return a mask, [K] bool, of the tokens whose d rounding cannot explain, at a false discovery rate of FALSE_SHARE.
 
     Rounding errors of a logit are assumed to follow a t distribution with six degrees of freedom. Its scale is measured
     in the run, but kept between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.

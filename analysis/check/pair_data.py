@@ -415,7 +415,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
     """Return the dtype of the logits from differences of logprobs in one context; None if there are too few.
 
     In one context, the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are
-    multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
+    multiples of 2^-7, and so are their differences for any dtype of the softmax; a temperature divides the
     spacing.
     """
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.

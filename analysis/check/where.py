@@ -25,7 +25,7 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, nats. So many are tried that chance alone reaches 10."""
+"""Minimum evidence for a description, nats. So many descriptions are tried that one can reach 10 by chance."""
 MIN_PART_UNITS = 4
 """Minimum number of sequences or tokens on each side of a threshold."""
 MAX_COVERED = 0.95

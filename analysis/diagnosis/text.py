@@ -99,7 +99,8 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the step."""
+    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the
+    step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 

@@ -73,7 +73,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounding makes constant values identical, whatever the order of summation."""
+"""Values are rounded, so that constant ones are identical in any order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step

@@ -38,7 +38,8 @@ FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, seri
 """Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
-"""Size of a change in an input, in standard deviations, from which it is certain and can have consequences."""
+"""Minimum size, in standard deviations, of a change in an input for it to be certain and to have possible
+consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 

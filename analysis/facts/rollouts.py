@@ -56,12 +56,14 @@ _OF_COUNTED = {
 """Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Number of response tokens in an opening. The prompt and an opening together form a prefix that responses can share."""
+"""Number of response tokens in an opening. The prompt and an opening together form a prefix that responses can
+share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs for a comparison, and minimum number of responses that must occur on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob of a prefix, in nats, below which the prefix is so certain that a change in the weights has no visible effect."""
+"""-logprob of a prefix, in nats, below which the prefix is so certain that a change in the weights has no visible
+effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +76,16 @@ class Rollouts:
     whole: np.ndarray
     """Hashes of the token ids of the prompt, the response, and both."""
     group: np.ndarray
-    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If most
-    groups have one member, each step is a group."""
+    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If
+    most groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
     first_advantage: np.ndarray
     length: np.ndarray
     num_masked: np.ndarray
     likelihood: np.ndarray
-    """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer logprob."""
+    """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer
+    logprob."""
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
@@ -196,7 +199,8 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
+    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one
+    `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())

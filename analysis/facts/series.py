@@ -116,16 +116,17 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""A drop must lose at least this fraction of the earlier level; healthy runs lose and regain a twentieth."""
+"""A drop must lose at least this fraction of the earlier level. Healthy runs temporarily lose up to a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts if, from the first window below the midpoint on, at least this fraction of windows is below it."""
+"""A drop lasts if at least this fraction of the windows, starting with the first one below the midpoint, is below
+it."""
 FALL_HOLDS = 0.9
 """The same fraction for a drop that is judged by the noise before it."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop that is judged by the noise before it, in standard errors beyond the bias of choosing the best
-window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with
-autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200
-values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
+"""Minimum size of a drop that is judged by the noise before it, in standard errors above the bias that comes from
+choosing the best window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary
+series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to
+0.04 (200 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors above the bias that comes from choosing the best window."""
 FALLEN = 0.35
@@ -133,8 +134,8 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which the
-value was chosen is flat; with 0.55, one would be."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which
+the value was chosen is flat; with 0.55, one would be."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor on the scatter if there are too few values to estimate the autocorrelation; 2 allows for 0.6."""
@@ -170,10 +171,11 @@ class Fall:
     """Onset: the last step before the values leave their earlier level permanently."""
     low: int
     high: int
-    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range is
-    narrower than a confidence interval."""
+    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range
+    is narrower than a confidence interval."""
     interval: tuple[int, int]
-    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see docs/evidence/intervals.md."""
+    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see
+    docs/evidence/intervals.md."""
     fallen: int
     """First step by which the fraction FALLEN of the drop has happened. Later changes cannot be the cause."""
     before: float

@@ -152,7 +152,7 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t.
+    """Return a quantile of Student's t-distribution.
 
     >>> round(student_quantile(0.975, 1), 3)
     12.706

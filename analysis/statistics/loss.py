@@ -1,6 +1,6 @@
 """Terms of the policy loss: what a ratio and an advantage add to the objective, clipping, and corrections.
 
-sql/loss.sql has the same rules as SQL macros, and replay/gradients implements the loss in torch.
+sql/loss.sql implements the same rules as SQL macros, and replay/gradients implements the loss in torch.
 
 Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss has one ratio per sequence.
 Functions without stated shapes take arrays of the same shape.
@@ -119,7 +119,8 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv 2511.20347).
+    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv
+    2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]

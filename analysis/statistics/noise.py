@@ -64,7 +64,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, with autocorrelation 1.5 standard errors above its estimate.
+    """Return the long-run variance for an interval, assuming an autocorrelation 1.5 standard errors above its estimate.
 
     With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval from it would cover
     the true value for only 70% of such series. The standard error of an autocorrelation is at most 1 / sqrt(n)

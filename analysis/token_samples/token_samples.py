@@ -144,7 +144,8 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return a bool mask [R]. Without a mask, all tokens count; beyond the end of a short mask, none does."""
+    """Return a bool mask [R]. Without a mask, all tokens are included; tokens beyond the end of a short mask are
+    not."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -207,10 +208,9 @@ INFINITE is either infinity."""
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count toward the loss and have finite
-    logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
-    `visible`, but are not escaped for HTML.
-    """
+    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count toward the loss and have
+    finite logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
+    `visible`, but are not escaped for HTML."""
 
     step: int
     seq_id: str

@@ -29,7 +29,8 @@ class Tokens:
     """[T] logprobs by pass, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the token counts toward the loss, and every pass has a logprob for it; None if this is true of all tokens."""
+    """bool: the token counts toward the loss, and every pass has a logprob for it; None if this is true of all
+    tokens."""
     advantage_N: Array | None = None
     """One advantage per sequence; NaN if missing, None if not read."""
     advantage_T: Array | None = None

@@ -78,7 +78,8 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only for trainers of exactly this class; the subclass's hook already covers calls through super()."""
+        """Run a hook only for trainers of exactly this class; the subclass's hook already covers calls through
+        super()."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)

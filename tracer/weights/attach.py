@@ -51,7 +51,8 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Record the weights from a Hugging Face model folder as a policy version, so that an imported dump can be replayed.
+    """Record the weights from a Hugging Face model folder as a policy version, so that an imported dump can be
+    replayed.
 
     `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be one of
     transformers' own classes, because code in the folder is never run. The model's config is stored with the weights,

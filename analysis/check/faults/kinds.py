@@ -448,7 +448,8 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which on `rows` contains every sequence and before which it contains none, or None."""
+    """Return the step such that `rows` contains every sequence from this step on and none before it; None if there is
+    none."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

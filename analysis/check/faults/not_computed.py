@@ -331,7 +331,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many of the tokens `where` would share the value without a fault, at least 1."""
+    """Return how many of the tokens `where` would have this value by chance; at least 1."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy
         # is that of the unfiltered distribution.

@@ -468,7 +468,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation of the passes within token ids; None if too few repeat or vary beyond rounding."""
+    """Return the rank correlation of the passes within token ids; None if too few ids
+    repeat or vary by more than rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
