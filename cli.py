@@ -978,7 +978,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
+    help="Record the weights from a Hugging Face model folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is elsewhere.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")

@@ -73,9 +73,9 @@ class Triangulation(Result):
     """Why the shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
-    """Root mean square of d = logprob(train) - logprob(rollout), nats."""
+    """Root mean square of d = logprob(train) - logprob(rollout), in nats."""
     resolution: float
-    """Mean rounding error of the reference, nats: it is stored as float32, so smaller errors cannot be measured."""
+    """Mean rounding error of the reference, in nats: it is stored as float32, so smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
@@ -292,7 +292,8 @@ class ErrorSums:
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
     """Sums by name: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's
-    logprob, nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
+    logprob, in nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train
+    square`."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:

@@ -112,7 +112,7 @@ class _Verifier:
         self._ask_for_groups()
 
     def parts(self) -> Iterator[_Part | str]:
-        """Yield the parts to read; for an unreadable part, a sentence on the damage."""
+        """Yield the parts to read; for an unreadable part, yield a sentence that describes the damage."""
         for table in TABLES:
             for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)

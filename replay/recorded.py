@@ -45,7 +45,7 @@ class RecordedRow:
     response_ids: np.ndarray
     """[T] int32 token ids."""
     logprobs: np.ndarray
-    """[T] float32, nats; meaningless where `scored` is false."""
+    """[T] float32, in nats; meaningless where `scored` is false."""
     scored: np.ndarray
     """[T] bool: true if the pass has a logprob for the token."""
     policy_version: int

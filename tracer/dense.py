@@ -39,9 +39,9 @@ class TopK:
 
     token_ids: Any
     logprobs: Any
-    """[N, K] float32, nats."""
+    """[N, K] float32, in nats."""
     tail_logprob: Any
-    """[N] float32, nats: log of the total probability outside the top K."""
+    """[N] float32, in nats: log of the total probability outside the top K."""
 
     @property
     def arrays(self) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _read_all(snapshot: Snapshot) -> None:
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
-                f"{store.shown(folder)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"{store.shown(folder)}: is a link that points outside the trace, to {real}, and is not followed; "
                 f"replace it with a copy"
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)

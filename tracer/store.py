@@ -145,13 +145,13 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Like `path`, but raises DamagedTrace for a link that leads out of the folder."""
+        """Like `path`, but raises DamagedTrace for a link that points outside the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
-                f"{self.shown(relative)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"{self.shown(relative)}: is a link that points outside the trace, to {real}, and is not followed; "
                 f"replace it with a copy"
             )
         return path
@@ -287,7 +287,7 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a link that leads out of the trace; None for any other path, even if it is missing."""
+        """Return the target of a link that points outside the trace; None for any other path, even if it is missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))

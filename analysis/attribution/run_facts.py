@@ -130,8 +130,8 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset, or since the end of its interval if only these are
-        misplaced."""
+        """Rewards of identical responses since the onset, or since the end of the onset's interval if only those after
+        it are misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found

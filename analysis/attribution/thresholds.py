@@ -6,7 +6,7 @@ Thresholds shared with other commands are in facts/thresholds.py, and those for 
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
-"""Responses are cut off if at least this fraction of a step's responses end early on an unusual token."""
+"""Responses are considered cut off if at least this fraction of a step's responses ends early on an unusual token."""
 OF_NO_SCATTER = 10.0
 """Minimum size, in standard deviations, of a change in an input that is considered deliberate."""
 BEGUN = 0.1
@@ -32,7 +32,8 @@ ABRUPT = 10.0
 """The mismatch jumps if it grows by at least this factor in one step. Training alone does not make it grow this
 fast."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio of the mismatches of two runs for them to differ; with the same engine, it reaches 1.5 by chance."""
+"""Minimum ratio between the mismatches of two runs that are considered different. With the same engine, it reaches 1.5
+by chance."""
 MATERIAL_MISMATCH = 0.01
 """A mean |d| below this, in nats, is considered harmless: with bf16 engines, healthy runs of several months have 0.002
 to 0.01."""

@@ -464,8 +464,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find rows with another sign or scale than the others, rows with and without division by the standard deviation,
-    or rows whose advantages are 0. Returns the same as `_unequal`."""
+    """Find rows whose sign or scale differs from that of the others, a mixture of rows with and without division by
+    the standard deviation, or rows whose advantages are 0. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -686,7 +686,7 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
+    """Find rewards in the wrong rows: identical responses have equal rewards only after the rewards are shifted."""
     if not np.isfinite(run.rows["reward"]).any():
         return
     inspected, response = run.responses
@@ -905,7 +905,8 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return the weights of the parts and a constant whose sum gives all rewards; None if there are none."""
+        """Return weights for the parts and a constant such that the weighted sum equals every reward; None if
+        impossible."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]

@@ -67,7 +67,7 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. One run in
+"""Minimum evidence for an explanation, in nats, after subtracting the cost of its parameters. One run in
 100,000 reaches it by chance."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4

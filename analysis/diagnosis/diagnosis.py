@@ -18,7 +18,7 @@ from .figures import PublishedFigure
 SETTLES = 0.9
 """A replay that removes more than this share of the mismatch identifies its cause."""
 ADDS_LITTLE = 0.1
-"""A replay that removes or adds no more than this share has no effect."""
+"""A replay that removes or adds no more than this share is considered to have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class SizeComparison:
     """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the
     range."""
     own: float
-    """Root mean square of d, nats."""
+    """Root mean square of d, in nats."""
     coarser: str | None
     is_inferred: bool = False
     low: float | None = None
-    """Published range from `low` to `high`, nats; None for `equal` and `unpublished`."""
+    """Published range from `low` to `high`, in nats; None for `equal` and `unpublished`."""
     high: float | None = None
 
 

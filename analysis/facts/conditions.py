@@ -1,4 +1,4 @@
-"""Read what the policy does not determine, by step: prompts, limits, advantages, the reference, and settings."""
+"""Read, for each step, what the policy does not determine: prompts, limits, advantages, the reference, and settings."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Rollouts:
     length: np.ndarray
     num_masked: np.ndarray
     likelihood: np.ndarray
-    """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer
+    """Mean trainer logprob over the tokens in the loss mask, in nats; the engine's logprob if there is no trainer
     logprob."""
     sampled: np.ndarray
     reference: np.ndarray

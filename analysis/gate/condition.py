@@ -210,7 +210,7 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the sqrt(sum of d^2), nats, that a new sequence exceeds with a probability of 1 in 1,000.
+        """Return the sqrt(sum of d^2), in nats, that a new sequence exceeds with a probability of 1 in 1,000.
 
         It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. Student's
         quantile with groups - 1 degrees of freedom makes the result larger if there are few groups.

@@ -21,9 +21,9 @@ class Differences:
     """Log-ratios between passes, per token; 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
-    """train - rollout, nats."""
+    """train - rollout, in nats."""
     drift_T: Array
-    """current - train, nats."""
+    """current - train, in nats."""
     advantage_T: Array
     """0 if not recorded."""
     counts_T: np.ndarray | None

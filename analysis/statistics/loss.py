@@ -160,7 +160,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
+    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, in nats.
 
     Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks. None means no bound.
 

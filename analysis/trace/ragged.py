@@ -26,7 +26,7 @@ Block = tuple[slice, slice, np.ndarray]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     logprobs: dict[str, Array]
-    """[T] logprobs by pass, nats; NaN if missing."""
+    """[T] logprobs by pass, in nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
     """bool: the token counts toward the loss, and every pass has a logprob for it; None if this is true of all

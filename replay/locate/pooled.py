@@ -34,7 +34,7 @@ class Pooled:
     """For each side, true if its code gives the same log-probabilities as the recorded model, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
-    """[T] log-probabilities of the response by side and sequence, nats."""
+    """[T] log-probabilities of the response by side and sequence, in nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
     """As in `Located.products`. A residual stream is judged in two places, whose errors are added up."""
     routers: dict[str, Router] = field(default_factory=dict)

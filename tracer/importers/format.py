@@ -67,7 +67,7 @@ class DumpFolder:
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path}: is a link out of the folder, and such links are not followed; import its target"
+                f"{path}: is a link that points outside the folder, and such links are not followed; import its target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):

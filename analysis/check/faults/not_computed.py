@@ -26,7 +26,7 @@ _SHARED_FACTOR = 10
 _REPEATED_FACTOR = 3
 """The same factor for a value in one pass only."""
 _WINDOW_NATS = 0.05
-"""Maximum distance of nearby values from a constant, nats. They show how often a value repeats by chance."""
+"""Maximum distance of nearby values from a constant, in nats. They show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
 """Minimum number of logprobs below -1e-3 nats, all bitwise equal, for a row to be considered copied."""
 COPIED_BY_CHANCE = 1e-4

@@ -165,7 +165,7 @@ class ScaleFit:
     score: float
     """Distance of the scale from 1, in standard errors."""
     residual: np.ndarray
-    """[K] part of d that the scale does not explain, nats; NaN where it predicts nothing."""
+    """[K] part of d that the scale does not explain, in nats; NaN where it predicts nothing."""
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
@@ -346,7 +346,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this, nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
+"""Values below this, in nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
 1e-35."""
 
 
