@@ -257,7 +257,8 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Group one version's differences by likely cause. `is_late`: some tensor in the run is most probably stale."""
+    """Group one version's differences by likely cause. `is_late` means that some tensor in the run is probably
+    stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)

@@ -172,7 +172,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(
                 f"{where}: cannot be read as Parquet (its footer cannot have {length - 8:,} bytes); restore it from a "
-                "copy"
+                "backup"
             )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
     except FileNotFoundError:

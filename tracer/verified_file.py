@@ -134,7 +134,7 @@ class VerifiedFile:
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written; restore it from a "
-                "copy"
+                "backup"
             )
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):

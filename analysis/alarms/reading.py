@@ -56,7 +56,7 @@ class Alarm:
     of_size: bool = False
     """True to compare the metric's absolute value."""
     summary: str
-    """What the source says about a run beyond the level."""
+    """What the source says about a run that exceeds the level."""
     source: str
     of_mismatch: bool = True
     """False if the alert concerns rewards or the optimizer."""

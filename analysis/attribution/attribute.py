@@ -39,7 +39,7 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Features of differences in the configuration. They count even if the data differ earlier."""
+"""Features of differences in the configuration. They are considered even if the data differ earlier."""
 FELL_TOO = 0.6
 """The baseline is considered to have collapsed too if its relative drop exceeds this fraction of the run's."""
 

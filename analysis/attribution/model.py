@@ -69,7 +69,8 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline (the first one, then the others by strength), and where they diverge."""
+    """Return a run's differences from its baseline (the first one, then the others by strength), and where they
+    diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -107,7 +108,8 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all suspects."""
+    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all
+    suspects."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
@@ -128,7 +130,8 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Support, as a fraction of a fact's largest support, above which suspects are near ties."""
+"""Suspects are near ties if a fact supports each of them at least this much, relative to the suspect it supports
+most."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

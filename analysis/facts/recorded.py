@@ -93,7 +93,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the SQL view `changes`; numbers and texts have separate columns."""
+    """Return the SQL view `changes`, which has separate columns for numbers and for text."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):

@@ -208,7 +208,7 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """True if a metric is an outcome on held-out data, to judge by its name, such as `eval/reward` or just `eval`."""
+    """True if a metric is an outcome on held-out data, judging by its name, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")

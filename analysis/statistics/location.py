@@ -81,7 +81,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return the completed share of an approach at each index, given where it begins."""
+    """Return which share of an exponential approach is completed at each index, given the index at which it begins."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 

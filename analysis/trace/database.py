@@ -66,7 +66,7 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Each function returns the error of a Python function that a query called, of which DuckDB keeps only the
+        """Functions that return the error raised by a Python function that a query called. DuckDB itself keeps only the
         message."""
         self._defined: set[str] = set()
         self.steps = steps

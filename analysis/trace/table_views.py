@@ -70,7 +70,8 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as SQL.
+        """Limit sequences, scores, logged values and contracts to the selected steps; return the steps by run, and as
+        SQL.
 
         Hyperparameters of earlier steps are kept, because they stay in effect until they are recorded again.
         """

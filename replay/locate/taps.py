@@ -32,7 +32,8 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has their rounded sum, though the exact one may be used."""
+    """True if the operator first adds two inputs. `takes` contains their rounded sum, but the operator may use the
+    exact sum."""
     is_other_code: bool = False
     """True if the operator does not run the recorded model's code. Its code may round at each step."""
 
