@@ -1148,7 +1148,7 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a metric and its bound, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
+    help="check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
         "steps'; can be repeated.",
 )  # fmt: skip
 @_pair

@@ -222,7 +222,8 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of one difference. `is_new`: the engine received the tensor at this version."""
+    """Return the possible causes of one difference. `is_new` means that the engine received the tensor at this
+    version."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]

@@ -79,7 +79,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases. `checked`: the run's `check` result, if it was computed before."""
+    """Run `attribute` on open databases. `checked` is the run's `check` result, if it was computed before."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:

@@ -84,7 +84,7 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Affected share of the rows, pairs or steps judged, 0 to 1."""
+    """Share of the judged rows, pairs or steps that is affected, from 0 to 1."""
     since: int | None
     """First affected step; None if that is the first step."""
     is_notice: bool
@@ -151,7 +151,7 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Standard errors that chance does not reach even in a thousand steps."""
+"""Number of standard errors that chance does not reach even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
@@ -215,8 +215,8 @@ class _Run:
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step at which good steps turn bad; for a temporary fault, its first; None for the run's first
-        step."""
+        """Return the step from which most steps are affected or, for a temporary fault, the first affected step; None
+        if that is the first step of the run."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -417,8 +417,8 @@ def _unequal(
     """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
     longer sum to 0 because rows were removed.
 
-    `group`: [N] numbers, different at every step. Returns the code, the affected rows, [N] bool, and the numbers.
-    """
+    `group` holds [N] group numbers, which differ between steps. Returns the code, the affected rows, [N] bool, and the
+    numbers."""
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
     cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
@@ -553,8 +553,8 @@ def rule_of(
 ) -> AdvantageRule:
     """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
-    `label`: [N] group labels, in order; `length`: [N] number of response tokens; `near`: [N] rewards of other steps.
-    """
+    `label` holds [N] group labels, in order; `length`, [N] numbers of response tokens; `near`, [N] rewards of other
+    steps."""
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
     spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))

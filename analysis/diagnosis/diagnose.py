@@ -206,7 +206,7 @@ def size_comparison(
 ) -> SizeComparison:
     """Compare the rms of d with published values from healthy runs with the same coarser dtype.
 
-    `verdict`: code of the first finding of `check`.
+    `verdict` is the code of the first finding of `check`.
     """
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]

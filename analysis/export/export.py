@@ -44,7 +44,7 @@ class Exported(Result):
     num_sequences: int
     """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written; for tensorboard and wandb, plus the values of the per-step mismatch."""
+    """Number of logged values written; for tensorboard and wandb, it includes the values of the per-step mismatch."""
     num_texts: int
     """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
 

@@ -96,7 +96,7 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Number of response tokens, whether in the loss mask or not; length limits apply to this number."""
+        """Number of response tokens, including those outside the loss mask; length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
 
     @property

@@ -104,7 +104,7 @@ def columns_of(
 ) -> list[Series]:
     """Return the columns listed in `sources` as series, if they have values.
 
-    `not_finite`: steps with a NaN or infinite value, by column.
+    `not_finite` maps columns to the steps at which they are NaN or infinite.
     """
     columns = []
     for name, source in sources.items():
@@ -192,9 +192,7 @@ class Fall:
     def course(self) -> str:
         """The beginning of a sentence that continues with "step N"."""
         if self.kind == FLAT:
-            return (
-                f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, apart since"
-            )
+            return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
         return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"
 
     @property
@@ -219,8 +217,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
     The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
     The drop must exceed FALL_SHARE of the earlier level. In addition, either the drop or the decrease along a line
-    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) beyond the bias of
-    choosing the best window.
+    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) above the bias that comes
+    from choosing the best window.
 
     `beside` is the same outcome of a baseline with the same seeds. A run that ends below its baseline by FALL_SHARE,
     beyond the noise of their difference, has dropped as well.
@@ -299,7 +297,7 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
     """True if the last fifth of the run stays below the best window by more than the noise before the drop.
 
-    The noise after the drop does not count, because a run that drops may scatter more.
+    The noise after the drop is not used, because a run may become noisier when it drops.
     """
     values = outcome.values
     until = values[: best + width]

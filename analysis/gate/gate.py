@@ -63,7 +63,7 @@ def gate(
     """
     if not fail_on:
         raise InvalidOption(
-            "got no condition; use check, or a metric and its bound, e.g. tim.k3>1e-3", option="fail_on"
+            "got no condition; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")

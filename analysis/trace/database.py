@@ -44,9 +44,9 @@ class Database:
 
         `traces` is one or more paths; one or more Sources, which were examined before and may have had files removed;
         or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
-        hyperparameters of earlier steps stay. `ray` is the address of a Ray cluster whose actors share the reading of
-        tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available; `views.open_database`
-        adds those of every feature.
+        hyperparameters of earlier steps are kept. `ray` is the address of a Ray cluster whose actors share the reading
+        of tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available;
+        `views.open_database` adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """

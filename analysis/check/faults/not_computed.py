@@ -114,7 +114,7 @@ EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL, NaN and infinite logprobs: at an end of sequences a sign of truncation, elsewhere of lost values.
+    """Detect NULL, NaN and infinite logprobs. At the ends of sequences they indicate truncation, elsewhere lost values.
 
     A NULL is reported only if the other pass has a value. NaN and infinity are always reported, even at steps that are
     not inspected, because the logprob of a sampled token is finite.
