@@ -68,7 +68,7 @@ def _type(type):
 
 NOTES = {
     "seq_id": "without the column, the row's number in the import, from 0",
-    "response_mask": "true if a token counts in the loss; without the column, all tokens count",
+    "response_mask": "true if a token counts toward the loss; without the column, all tokens do",
     "advantage": "one value, or one per response token",
     "reward": "True and False count as 1 and 0",
     "rewards": "a map, a struct or a JSON object: reward function -> value",

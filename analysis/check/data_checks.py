@@ -553,7 +553,7 @@ def rule_of(
 ) -> AdvantageRule:
     """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
-    `label` holds [N] group labels, in order; `length`, [N] numbers of response tokens; `near`, [N] rewards of other
+    `label` holds [N] group labels, in order, `length` [N] numbers of response tokens, and `near` [N] rewards of other
     steps."""
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)

@@ -279,7 +279,8 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far a value and the next three are from the earlier level, in SD; empty with too few earlier steps."""
+        """Return how far a value and the next three are from the earlier level, in standard deviations; empty with too few
+        earlier steps."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

@@ -138,7 +138,7 @@ class Verdict:
     steps_beyond: int | None
     """Number of steps whose value violates the condition; None for `check`, and for counts, which grow with the run."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound, or nearest to it if none is beyond."""
+    """Step whose value violates the bound most or comes closest to it."""
     how: str
     """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 
