@@ -344,8 +344,8 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the tensor that differed at the most versions, or of several, the one with the oldest
-    bits."""
+    """Keep one row per name: the tensor that differed at the most versions or, if several tie, the one with the
+    oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

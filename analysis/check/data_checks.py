@@ -588,7 +588,7 @@ def rule_of(
 def _others(
     r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray, near: Mapping[str, np.ndarray]
 ) -> dict[str, list[np.ndarray]]:
-    """Return rule -> the advantages under it, raw and normalised."""
+    """Return the advantages that each rule gives, raw and normalised, by rule."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         centred = rewards - mean_of(label, rewards)

@@ -147,6 +147,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share of declines that begin at `start`, for each candidate end, [E, N]."""
+    """Return which share of a decline that begins at `start` is completed, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

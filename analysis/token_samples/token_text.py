@@ -140,7 +140,7 @@ class _Document(msgspec.Struct):
 class Vocabulary:
     pieces: dict[int, str]
     added: dict[int, str]
-    """Texts of added tokens by id; these need no decoding."""
+    """Text of added tokens by id; it needs no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:

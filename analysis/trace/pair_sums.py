@@ -2,7 +2,7 @@
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise the same in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise identical in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """

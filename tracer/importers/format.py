@@ -36,7 +36,7 @@ class DumpFolder:
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
         """List the files below a folder, or take a single file. Raises ImportFailed.
 
-        Links out of the folder are not followed, and only regular files are opened.
+        Links that point outside the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
         if "://" in url:
@@ -62,7 +62,8 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for a link out of the folder or a file that is not regular."""
+        """Return a file's location. Raises ImportFailed for a link that points outside the folder, or a file
+        that is not regular."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):

@@ -283,7 +283,7 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch depends on things that rounding does not depend on.
+    """Return True if the mismatch correlates with factors that do not affect rounding.
 
     The model is fitted to whole runs, so it is not applied to part of a run.
     """
