@@ -53,4 +53,4 @@ LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
 value to at least the second."""
 WEIGHTS_DIFFER = 1e-5
 """Two trainers' weights differ if the mean logprobs of a response differ by more than this, in nats. Different fp32
-kernels cause 1e-7."""
+kernels cause differences of 1e-7."""
