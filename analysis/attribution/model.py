@@ -69,8 +69,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline (the first one, then the others by strength), and where they
-    diverge."""
+    """Return a run's differences from its baseline (the first one, then the others by strength), and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -108,8 +107,7 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all
-    suspects."""
+    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all suspects."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}

@@ -144,8 +144,7 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the
-        drop."""
+        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -195,8 +194,7 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step that length explains, before and after the onset, if it rises
-        enough."""
+        """Share of the reward variance within a step that length explains, before and after the onset, if it rises enough."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -252,8 +250,7 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too
-        low."""
+        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too low."""
         for part in (self.around_fall(), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
@@ -351,8 +348,7 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its
-    maximum."""
+    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

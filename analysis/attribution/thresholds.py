@@ -12,28 +12,23 @@ OF_NO_SCATTER = 10.0
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""Lag of the engine, as a multiple of its usual lag, at which it is too far behind. Slow sequences cause smaller
-increases."""
+"""Multiple of its usual lag at which the engine is too far behind. Slow sequences alone do not reach it."""
 LEARNED = 0.1
 """Fraction of the run, counted from its start, that defines what is normal, for example for the lag."""
 WAS_THERE = 0.5
 """Noise in the reward is not the cause if more than this fraction of it was present before the drop."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Advantages follow rewards if their correlation within a step is above this. The threshold is low because a critic may
-remove most of the reward."""
+"""Minimum correlation of advantages with rewards within a step; low, because a critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
-"""Advantages agree with rewards if their correlation within groups is above this. Clipping alone does not bring it
-below 0.8."""
+"""Minimum correlation of advantages with rewards within groups for them to agree. With clipping, it is above 0.8."""
 CHANGED = 0.05
 """Fraction of responses whose reward may change although the verifier is the same."""
 FEW_CHANGED = 10
 """Minimum number of responses with a different reward to conclude that the verifier changed."""
 ABRUPT = 10.0
-"""The mismatch jumps if it grows by at least this factor in one step. Training alone does not make it grow this
-fast."""
+"""The mismatch jumps if it grows by at least this factor in one step. Training alone makes it grow more slowly."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio between the mismatches of two runs that are considered different. With the same engine, it reaches 1.5
-by chance."""
+"""Minimum ratio between mismatches that are considered different. With the same engine, chance alone reaches 1.5."""
 MATERIAL_MISMATCH = 0.01
 """A mean |d| below this, in nats, is considered harmless: with bf16 engines, healthy runs of several months have 0.002
 to 0.01."""

@@ -627,8 +627,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio of advantages to rewards minus the group mean; None if the ratio is a usual one or
-    varies."""
+    """Return the ratio of advantages to rewards minus the group mean; None if the ratio is a usual one or varies."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -801,10 +800,7 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe what the logged values, [E], are averages of, if not of all rows; empty if unknown.
-
-    The mean over all rows is `mean`, [E].
-    """
+    """Return what the logged values, [E], average instead of all rows (with mean `mean`, [E]); empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))

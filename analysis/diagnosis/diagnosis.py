@@ -44,8 +44,7 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the
-    range."""
+    """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the range."""
     own: float
     """Root mean square of d, in nats."""
     coarser: str | None
@@ -67,8 +66,7 @@ class ReplayEffect:
     removed: float
     """Share of the mean squared d that the replay removes; negative if it increases the mismatch."""
     low: float | None
-    """Lower end of the 95% interval of `removed` over groups; None, with the reason in `no_interval`, if there is
-    none."""
+    """Lower end of the 95% interval of `removed` over groups; None, with the reason in `no_interval`, if there is none."""
     high: float | None
     no_interval: str | None
     is_own_engine: bool = False
@@ -165,8 +163,7 @@ def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
 
 
 def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; a jump between sampled steps dates it
-    precisely."""
+    """Return the first step of the fault that makes a comparison invalid; a jump between sampled steps dates it precisely."""
     found = []
     for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
         since = each.numbers.get("since_step", each.numbers.get("since"))

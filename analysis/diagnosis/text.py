@@ -99,8 +99,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the
-    step."""
+    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
@@ -217,10 +216,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, in a valid comparison, whether it is normal.
-
-    `explanation` is the one that `check` found.
-    """
+    """State the size of the mismatch and, in a valid comparison, whether it is normal. `check` gave the `explanation`."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

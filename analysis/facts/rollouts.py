@@ -199,8 +199,7 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one
-    `before`."""
+    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())

@@ -174,8 +174,7 @@ class Fall:
     """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range
     is narrower than a confidence interval."""
     interval: tuple[int, int]
-    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see
-    docs/evidence/intervals.md."""
+    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see docs/evidence/intervals.md."""
     fallen: int
     """First step by which the fraction FALLEN of the drop has happened. Later changes cannot be the cause."""
     before: float

@@ -22,8 +22,7 @@ STILL = 0.5
 """The engine's weights are taken to be unchanged if at least this fraction of repeated prefixes has bitwise identical
 engine logprobs. With new weights at every other step, half of the prefixes do."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights are taken to change if at most this fraction of repeated prefixes has bitwise identical trainer
-logprobs."""
+"""The trainer's weights change if at most this fraction of repeated prefixes has bitwise identical trainer logprobs."""
 
 MATERIAL_REWARD = 0.05
 """Smallest difference between two rewards for the same response that is treated as real, in standard deviations of all
@@ -34,8 +33,7 @@ SAME_REWARDS = 0.15
 """Maximum Kolmogorov-Smirnov distance, or difference of means in standard deviations, between two distributions of
 rewards that are treated as the same."""
 SAME_REWARDS_SD = 2.5
-"""Two distributions of rewards are also treated as the same if their means differ by at most this many standard
-errors."""
+"""Rewards are also treated as equally distributed if their means differ by at most this many standard errors."""
 MOST = 0.5
 """Without a drop, a value is considered changed if it differs for at least this fraction of repeated responses."""
 REFERENCE_MOVES = 0.05
@@ -55,8 +53,7 @@ LENGTH_EXPLAINS_WITHIN = 0.85
 ALMOST_ALL = 0.9
 """If the reward starts to depend on length, at least this fraction of the rewards changes."""
 MOVES_SD = 6.0
-"""A series moves at a step if it differs from the level of the earlier steps by this many of their standard
-deviations."""
+"""A series moves at a step if it differs from the earlier steps by this many of their standard deviations."""
 MOVES_ON = 0.6
 """A move lasts if two of the next three steps are still beyond this fraction of MOVES_SD."""
 BREAKS_SD = 4.0

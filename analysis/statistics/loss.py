@@ -119,8 +119,7 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv
-    2511.20347).
+    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv 2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]

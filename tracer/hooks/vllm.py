@@ -205,8 +205,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce outputs to what the caller requested; return the engine's full logprobs, or None if nothing was
-    removed."""
+    """Reduce outputs to what the caller requested; return the engine's full logprobs, or None if nothing was removed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

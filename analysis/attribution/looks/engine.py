@@ -102,8 +102,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Whether -logprob exceeds the entropy: both are equal on average if tokens are sampled from the returned
-    logprobs."""
+    """Whether -logprob exceeds the entropy: both are equal on average if tokens are sampled from the returned logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
