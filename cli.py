@@ -305,7 +305,6 @@ _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, 
 def _prints(
     *, csv: bool = True, wide: bool = True, brief: bool = False, json: str = "Print JSON at full precision."
 ) -> Callable[[Any], Any]:
-    """Add output options to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)

@@ -297,8 +297,7 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens of one step; there must be at least one token. `tokens` has the columns that `_tokens`
-        returns."""
+        """Sum over one or more tokens of one step. `tokens` has the columns that `_tokens` returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}

@@ -177,7 +177,6 @@ class _Verifier:
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, read=read)
 
     def _groups(self) -> Iterator[_Part | str]:
-        """Yield sealed groups of captured distributions, and journals of unsealed ones."""
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:

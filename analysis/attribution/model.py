@@ -128,8 +128,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are near ties if a fact supports each of them at least this much, relative to the suspect it supports
-most."""
+"""Suspects are near ties if a fact supports each at least this much, relative to the one it supports most."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

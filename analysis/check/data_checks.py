@@ -901,8 +901,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return weights for the parts and a constant such that the weighted sum equals every reward; None if
-        impossible."""
+        """Return weights for the parts and a constant that together give every reward; None if there are none."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]

@@ -73,8 +73,7 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share of the mismatch unexplained competes only with others that predict
-values."""
+"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
 occurs."""

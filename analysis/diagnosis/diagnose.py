@@ -166,7 +166,7 @@ def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return jumps in the mismatch that training alone cannot cause. `follows` is a setting that changed at the jump."""
+    """Return jumps in the mismatch that training alone cannot cause; `follows` is a setting that changed at one."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [

@@ -216,7 +216,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, in a valid comparison, whether it is normal. `check` gave the `explanation`."""
+    """State the size of the mismatch and, if the comparison is valid, whether it is normal (by `explanation`)."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

@@ -38,8 +38,7 @@ FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, seri
 """Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
-"""Minimum size, in standard deviations, of a change in an input for it to be certain and to have possible
-consequences."""
+"""Minimum size, in standard deviations, of a change in an input that is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 

@@ -56,14 +56,12 @@ _OF_COUNTED = {
 """Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Number of response tokens in an opening. The prompt and an opening together form a prefix that responses can
-share."""
+"""Number of response tokens in an opening. A prompt plus an opening is a prefix that responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs for a comparison, and minimum number of responses that must occur on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob of a prefix, in nats, below which the prefix is so certain that a change in the weights has no visible
-effect."""
+"""-logprob, in nats, below which a prefix is so certain that a change in the weights has no visible effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,8 +118,7 @@ def columns_of(
 FALL_SHARE = 0.09
 """A drop must lose at least this fraction of the earlier level. Healthy runs temporarily lose up to a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts if at least this fraction of the windows, starting with the first one below the midpoint, is below
-it."""
+"""A drop lasts if at least this fraction of the windows from the first one below the midpoint on is below it."""
 FALL_HOLDS = 0.9
 """The same fraction for a drop that is judged by the noise before it."""
 FALL_BEYOND = 6.0

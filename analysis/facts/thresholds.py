@@ -42,8 +42,7 @@ Different bf16 kernels cause changes of 0.01."""
 SAME_ORDER = 0.95
 """Above this correlation between old and new rewards of identical responses, only the scale of the rewards changed."""
 LENGTH_PAYS = 0.5
-"""Above this correlation within groups, the reward is taken to depend on length. With correct rewards, the correlation
-is lower."""
+"""Minimum correlation within groups for the reward to depend on length. Correct rewards have a lower one."""
 LENGTH_EXPLAINS = 0.8
 """Length explains reward differences above this correlation."""
 LENGTH_IS_ALL = 0.98

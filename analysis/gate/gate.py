@@ -184,5 +184,4 @@ def _row(verdict: Verdict) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
     return re.sub(r"[\\`*_{}\[\]<>()#+!|~&]", lambda found: f"&#{ord(found[0])};", " ".join(printable(text).split()))

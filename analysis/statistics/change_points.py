@@ -38,7 +38,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in units of the long-run variance: significant at SIGNIFICANT and at least 3 ln n."""
+    """Return the minimum gain of a significant cut, in units of the long-run variance; at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1

@@ -144,8 +144,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return a bool mask [R]. Without a mask, all tokens are included; tokens beyond the end of a short mask are
-    not."""
+    """Return a bool mask [R]: all tokens without a mask; tokens beyond the end of a short mask are excluded."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)

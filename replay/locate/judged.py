@@ -104,8 +104,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference between the found and the
-    exact values."""
+    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference from the exact values."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -32,8 +32,7 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` contains their rounded sum, but the operator may use the
-    exact sum."""
+    """True if the operator first adds two inputs. `takes` has their rounded sum, but the exact sum may be used."""
     is_other_code: bool = False
     """True if the operator does not run the recorded model's code. Its code may round at each step."""
 

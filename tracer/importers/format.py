@@ -62,8 +62,7 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for a link that points outside the folder, or a file
-        that is not regular."""
+        """Return a file's location. Raises ImportFailed for a link that points outside the folder, or an irregular file."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):

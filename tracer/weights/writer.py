@@ -39,8 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change. A segment continues beyond this number while its
-deltas total less than its keyframe."""
+"""Number of versions per segment if many elements change; more as long as the deltas total less than the keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 

@@ -160,8 +160,7 @@ _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change in the prompts. It has more weight if several series of prompts change at the same
-    step."""
+    """Yield the clearest change in the prompts, with more weight if several of their series change at the same step."""
     found = []
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:

@@ -448,8 +448,7 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step such that `rows` contains every sequence from this step on and none before it; None if there is
-    none."""
+    """Return the step from which on `rows` contains every sequence, if it contains none before; otherwise None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

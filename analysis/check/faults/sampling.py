@@ -504,7 +504,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 # --- Shifted logits
 
 MIN_SIGNS = 0.97
-"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half of the signs agree."""
+"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half of them agree."""
 MAX_LEFT_BY_BIAS = 0.25
 """Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ,
 more is left unexplained."""
