@@ -279,7 +279,7 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return the distance of a value and the next three from the earlier level, in sd; empty without enough steps."""
+        """Return the distance of a value and the next three from the earlier level, in sd; empty if too early."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

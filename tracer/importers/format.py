@@ -62,7 +62,7 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for a link that points outside the folder, or an irregular file."""
+        """Return a file's location. Raises ImportFailed for irregular files and links that point outside the folder."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
