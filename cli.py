@@ -305,7 +305,6 @@ _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, 
 def _prints(
     *, csv: bool = True, wide: bool = True, brief: bool = False, json: str = "Print JSON at full precision."
 ) -> Callable[[Any], Any]:
-    """Add output options to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)
@@ -978,7 +977,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
+    help="Record the weights from a Hugging Face model folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is elsewhere.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
@@ -1148,7 +1147,7 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a metric and its bound, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
+    help="check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
         "steps'; can be repeated.",
 )  # fmt: skip
 @_pair

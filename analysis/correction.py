@@ -40,15 +40,15 @@ class Correction:
     """Ratios above this get weight `high` if `truncates`, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d in a kept sequence, nats, with each d clamped to +-20."""
+    """Minimum sum of d in a kept sequence, in nats, with each d clamped to +-20."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Minimum mean d in a kept sequence, nats."""
+    """Minimum mean d in a kept sequence, in nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Maximum mean(exp(d) - 1 - d) in a kept sequence, nats."""
+    """Maximum mean(exp(d) - 1 - d) in a kept sequence, in nats."""
     k2_high: float = _INFINITY
-    """Maximum d^2 / 2 of any token in a kept sequence, nats."""
+    """Maximum d^2 / 2 of any token in a kept sequence, in nats."""
     token_low: float = 0.0
     """Minimum token ratio in a kept sequence."""
 

@@ -190,8 +190,8 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` is the number of unlisted tensors, which all agree, and how many of these
-        changed."""
+        """Compare the next version. `plain` holds the number of unlisted tensors, all of which agree, and how many of
+        them changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -222,7 +222,7 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of one difference. `is_new`: the engine received the tensor at this version."""
+    """Return the possible causes of one difference; with `is_new`, the engine received the tensor at this version."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -257,7 +257,7 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Group one version's differences by likely cause. `is_late`: some tensor in the run is most probably stale."""
+    """Group one version's differences by likely cause; with `is_late`, some tensor in the run is probably stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -342,8 +342,8 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the tensor that differed at the most versions, or of several, the one with the oldest
-    bits."""
+    """Keep one row per name: the tensor that differed at the most versions or, if several tie, the one with the
+    oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -64,7 +64,7 @@ class Location(Findings, Result):
     no_interval: str | None
     """Why the shares have no interval; None if they have one."""
     gap_rms: float
-    """Root mean square of d = logprob(b) - logprob(a), nats."""
+    """Root mean square of d = logprob(b) - logprob(a), in nats."""
     explained: float | None
     """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them; None without a
     mismatch."""

@@ -23,7 +23,7 @@ BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "l
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
 _FEW = 8
-"""Up to this many traces are processed together, whatever their size."""
+"""Up to this many traces are processed together, regardless of their size."""
 _TOGETHER = 64
 """Maximum number of traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
@@ -46,7 +46,7 @@ def stats(
     Stores the sums of each sequence in the trace (`sums/` and `index/`) if it is local, finished and writable, so that
     the next call need not read tokens.
 
-    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
+    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count toward the loss and have a finite
     logprob in both passes; NaN and infinities are counted separately. The columns are those of the SQL macros
     `pair_runs`, `pair_steps` and `pair_sequences`, plus those of `pair_distribution_runs`, `_steps` and `_sequences` if
     both passes captured distributions. `steps` (3:80, -10:, 2:200:2) selects steps of each run.

@@ -73,9 +73,9 @@ class Triangulation(Result):
     """Why the shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
-    """Root mean square of d = logprob(train) - logprob(rollout), nats."""
+    """Root mean square of d = logprob(train) - logprob(rollout), in nats."""
     resolution: float
-    """Mean rounding error of the reference, nats: it is stored as float32, so smaller errors cannot be measured."""
+    """Mean rounding error of the reference, in nats: it is stored as float32, so smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
@@ -85,7 +85,7 @@ class Triangulation(Result):
     """Why the recorded bits were not reproduced, as a code of `ReplayedStep`; None if they were, or if no replay
     ran."""
     arms: Rows
-    """One row per arm: the mismatch if its replay takes the trainer's place, and the share of mean d^2 that this
+    """One row per arm: the mismatch if its replay replaces the trainer's logprobs, and the share of mean d^2 that this
     removes."""
 
 
@@ -104,7 +104,7 @@ def triangulate(
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
-    has these replays. Compares the tokens that count in the loss and have finite logprobs in trainer, engine and
+    has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
     reference. `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
     recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
     the work over a Ray cluster, as in `replay`.
@@ -281,8 +281,9 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is what a replay removes if it takes the
-trainer's place. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
+"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is the part of d^2 that disappears if the
+trainer's logprobs are replaced by a replay's. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of
+e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,11 +292,12 @@ class ErrorSums:
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
     """Sums by name: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's
-    logprob, nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
+    logprob, in nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train
+    square`."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens of one step, at least one. `tokens` has the columns that `_tokens` returns."""
+        """Sum over one or more tokens of one step. `tokens` has the columns that `_tokens` returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}

@@ -112,7 +112,7 @@ class _Verifier:
         self._ask_for_groups()
 
     def parts(self) -> Iterator[_Part | str]:
-        """Yield the parts to read; for an unreadable part, a sentence on the damage."""
+        """Yield the parts to read; for an unreadable part, yield a sentence that describes the damage."""
         for table in TABLES:
             for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
@@ -144,7 +144,7 @@ class _Verifier:
         except TimTraceError as error:
             damage = [str(error), *part.of_parts()]
         except Exception as error:  # libraries raise arbitrary errors on damaged bytes
-            damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy", *part.of_parts()]
+            damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a backup", *part.of_parts()]
         added = (1, part.num_bytes, bool(damage))
         self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
         self.damaged += damage
@@ -168,14 +168,15 @@ class _Verifier:
                 is_of_size = self.store.file_size(relative) == record.num_bytes
                 content = self.store.read_bytes(relative) if is_of_size else b""
             except FileNotFoundError:
-                raise DamagedTrace(f"{self.store.shown(relative)}: is missing; restore the file from a copy") from None
+                raise DamagedTrace(
+                    f"{self.store.shown(relative)}: is missing; restore the file from a backup"
+                ) from None
             if not is_of_size or whole_hash(content) != record.hash:
                 raise ValueError("the content differs from what its writer wrote")
 
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, read=read)
 
     def _groups(self) -> Iterator[_Part | str]:
-        """Yield sealed groups of captured distributions, and journals of unsealed ones."""
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:
@@ -208,7 +209,7 @@ class _Verifier:
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(
-                f"{where}: {content.damage}; results do not include the records after it; restore the file from a copy"
+                f"{where}: {content.damage}; results do not include the records after it; restore the file from a backup"
             )
         found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):

@@ -202,7 +202,7 @@ class Arm:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in their recorded batches, whose composition affects the bits."""
+        """True if rows run in their recorded batches, because the composition of a batch affects the bits."""
         return self.engine == HF and not self.has_batch_shape
 
     @property

@@ -128,7 +128,7 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 class Scored:
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """Logprobs [T] of each row's response tokens, nats."""
+    """Logprobs [T] of each row's response tokens, in nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
     """The forward passes that were run, in order; empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)

@@ -45,7 +45,7 @@ class RecordedRow:
     response_ids: np.ndarray
     """[T] int32 token ids."""
     logprobs: np.ndarray
-    """[T] float32, nats; meaningless where `scored` is false."""
+    """[T] float32, in nats; meaningless where `scored` is false."""
     scored: np.ndarray
     """[T] bool: true if the pass has a logprob for the token."""
     policy_version: int
@@ -311,7 +311,7 @@ class RecordedRun:
         except (pa.ArrowException, OSError) as error:
             where = ", ".join(self.store.shown(name) for name in paths[:1])
             raise self._files.error or DamagedTrace(
-                f"{where}: cannot be read ({first_line(error)}); restore it from a copy"
+                f"{where}: cannot be read ({first_line(error)}); restore it from a backup"
             ) from error
         if not self.newest:
             return rows

@@ -47,7 +47,7 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a backup") from error
     return dict(values)
 
 
@@ -83,7 +83,7 @@ def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(
-            f"{where}: {lacks}, so {what} was changed or damaged after it was written; restore it from a copy"
+            f"{where}: {lacks}, so {what} was changed or damaged after it was written; restore it from a backup"
         )
     return values
 
@@ -101,7 +101,7 @@ def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: s
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a backup") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -155,7 +155,7 @@ _WAYS_OUT = {
 
 
 def of_system(error: OSError, where: str | None = None) -> StorageError:
-    """Convert an OSError; `where` names the file if the error does not."""
+    """Convert an OSError to a StorageError. If the error does not name a file, `where` is named instead."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -36,11 +36,11 @@ class Loss:
     """
 
     kind: str = PPO
-    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`:
-    f = rho A, unclipped, with gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
-    f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
-    phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
-    and vespo do not clip."""
+    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f =
+    rho A, unclipped, with gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
+    f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with phi = exp(lambda
+    + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo and vespo do not
+    clip."""
     level: str = TOKEN
     """What each ratio covers. `token`: one ratio per token; `sequence_mean`: one per sequence, from the mean log-ratio
     (GSPO); `sequence_sum`: one per sequence, from the summed log-ratio."""
@@ -72,7 +72,7 @@ class Loss:
     Masked tokens are excluded, but a sequence whose tokens are all masked is still included in the number of sequences.
     """
     max_tokens: int | None = None
-    """Number of tokens per sequence by which aggregation `constant` divides; None for other aggregations."""
+    """Number of tokens per sequence that the `constant` aggregation divides by; None for other aggregations."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL term, the k3 estimate against the `reference` pass."""
     kl_weighted: bool = False

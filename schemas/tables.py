@@ -294,7 +294,7 @@ ENGINE_WEIGHTS_TABLE = Table(
         ),
         _digest(
             "trainer",
-            "digest of the trainer's tensor, adapters merged",
+            "digest of the trainer's tensor, with adapters merged",
             "not read, or the trainer has no tensor of this name",
         ),
         _digest("unmerged", "digest of the trainer's tensor without its adapter", "no adapter changes the tensor"),

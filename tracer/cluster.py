@@ -36,7 +36,8 @@ LOOK_S = 10.0
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6
-"""The work fails after this many consecutive checks that find no room for an actor; autoscaling takes time."""
+"""The work fails after this many consecutive checks that find no room for an actor. Autoscaling takes time, so one
+failed check is not enough."""
 
 HELD_UP = 3
 """Number of consecutive checks without a running actor before a warning about missing resources."""

@@ -34,14 +34,14 @@ CHUNKS_A_SHARD = 64
 class TopK:
     """The K most probable tokens at each position, in descending order, and the total probability of the rest.
 
-    A tail of -inf means that the K tokens have all of the probability.
+    A tail of -inf means that the K tokens account for all of the probability.
     """
 
     token_ids: Any
     logprobs: Any
-    """[N, K] float32, nats."""
+    """[N, K] float32, in nats."""
     tail_logprob: Any
-    """[N] float32, nats: log of the total probability outside the top K."""
+    """[N] float32, in nats: log of the total probability outside the top K."""
 
     @property
     def arrays(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/, "
-        "or the folder was removed; restore it from a copy"
+        "or the folder was removed; restore it from a backup"
     )
 
 
@@ -90,7 +90,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
         files = store.writer(segment.writer).files
     except FileNotFoundError as error:
         raise DamagedTrace(
-            f"{store.shown(where)}: its writer's state is missing; restore writers/ from a copy"
+            f"{store.shown(where)}: its writer's state is missing; restore writers/ from a backup"
         ) from error
     if where not in files:
         raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state; remove the folder")

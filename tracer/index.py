@@ -1,8 +1,8 @@
 """The cache in index/: footers, writers' states and contracts, so that a trace with many files opens quickly.
 
-Entries are validated before use: a footer by its checksum in the writer's state, a contract by the hash that is its
-name, and a writer's state by the checksum of the state file. Anything that is missing from an index or has changed is
-read from the trace's own files, so an index may be out of date and can be removed.
+Entries are validated before use: a footer by its checksum in the writer's state, a contract by the hash that it is
+named after, and a writer's state by the checksum of the state file. Anything that is missing from the index or has
+changed is read from the trace's own files, so a stale index is harmless, and it is always safe to delete the index.
 
 If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs such a
 file reads its footer and verifies it against the writer's state.
@@ -88,7 +88,7 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Contents of files that are named by their hash, which the reader verifies."""
+    """Contents of files that are named after their hash. The reader verifies the hash."""
 
     @property
     def paths(self) -> set[str]:

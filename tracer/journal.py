@@ -128,7 +128,7 @@ def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | No
     """Read a journal's complete records, verifying and validating each one.
 
     Only the first `num_bytes` of the file are read, if given. Raises FileNotFoundError if the segment has been sealed
-    in the meantime, and DamagedTrace for a link that leads out of the trace.
+    in the meantime, and DamagedTrace for a link that points outside the trace.
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))

@@ -107,7 +107,6 @@ def _stat(pid: int) -> list[str]:
 
 @cache
 def _boot_time() -> float:
-    """Return when the machine was booted, in seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])

@@ -92,7 +92,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence that both executions ran. Its mismatch at a token is d = logprob(b) - logprob(a), nats."""
+    """A sequence that both executions ran. Its mismatch at a token is d = logprob(b) - logprob(a), in nats."""
 
     seq_id: str
     group: str
@@ -176,7 +176,7 @@ class Findings:
     num_tokens: int
     """Number of response tokens compared."""
     mean_abs_d: float
-    """Mean of |d| over the compared tokens, with d = logprob(b) - logprob(a), nats."""
+    """Mean of |d| over the compared tokens, with d = logprob(b) - logprob(a), in nats."""
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     weights: tuple[WeightDifference, ...]

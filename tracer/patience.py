@@ -49,7 +49,7 @@ class Patience:
     ) -> None:  # fmt: skip
         """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
-        Time during which `is_excused` returns True does not count towards the limit. If `signs` of progress are given,
+        Time during which `is_excused` returns True does not count toward the limit. If `signs` of progress are given,
         the limit applies to the time since they last changed. With `counts`, the wait is added to `waited_s`.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0

@@ -236,7 +236,9 @@ def _expected_values(dtype: np.dtype) -> str:
     if dtype.kind == "i":
         return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
     return (
-        "a mask is 0 or 1, or False or True" if dtype.kind == "b" else f"give numbers within the range of {dtype.name}"
+        "mask values must be 0 or 1, or booleans"
+        if dtype.kind == "b"
+        else f"give numbers within the range of {dtype.name}"
     )
 
 

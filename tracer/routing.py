@@ -211,7 +211,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
         if EXPERT_IDS not in spanned[group]:
             raise DamagedTrace(
                 f"{store.shown(f'{DENSE}/{group}')}: has no routing for rows {start} to {start + count}; restore it "
-                "from a copy"
+                "from a backup"
             )
         begin = start - spans[group][0]
         part = {name: values[begin : begin + count] for name, values in spanned[group].items()}

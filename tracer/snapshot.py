@@ -1,4 +1,4 @@
-"""What can be read from a trace at one moment: sealed files, journals of live or killed writers, and damage."""
+"""What can be read from a trace at one point in time: sealed files, journals of live or killed writers, and damage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _MAX_TRIES = 100
 _MAX_LISTED = 8
-_RESTORE = "restore the file from a copy"
+_RESTORE = "restore the file from a backup"
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ def _read_all(snapshot: Snapshot) -> None:
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
-                f"{store.shown(folder)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"{store.shown(folder)}: is a link that points outside the trace, to {real}, and is not followed; "
                 f"replace it with a copy"
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
@@ -155,7 +155,7 @@ def _read_all(snapshot: Snapshot) -> None:
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
-            f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results; restore the state from a copy, "
+            f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results; restore the state from a backup, "
             "or remove these files"
         )
     _read_contracts(snapshot)
@@ -430,7 +430,7 @@ def _find_missing(snapshot: Snapshot) -> None:
                 if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
                     snapshot.damaged.append(
                         f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer "
-                        f"sealed later; the rows in that file are excluded from results; restore the state from a copy"
+                        f"sealed later; the rows in that file are excluded from results; restore the state from a backup"
                     )
                     continue
                 snapshot.damaged.append(
@@ -494,7 +494,7 @@ def read_contract(store: Store, pass_name: str, digest: str, content: bytes | No
     except DamagedTrace:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a copy") from error
+        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a backup") from error
     if (name, found) != (pass_name, digest):
-        raise DamagedTrace(f"{where}: its content does not match the hash in its name; restore it from a copy")
+        raise DamagedTrace(f"{where}: its content does not match the hash in its name; restore it from a backup")
     return contract

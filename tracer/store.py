@@ -145,13 +145,13 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Like `path`, but raises DamagedTrace for a link that leads out of the folder."""
+        """Like `path`, but raises DamagedTrace for a link that points outside the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
-                f"{self.shown(relative)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"{self.shown(relative)}: is a link that points outside the trace, to {real}, and is not followed; "
                 f"replace it with a copy"
             )
         return path
@@ -287,7 +287,7 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a link that leads out of the trace; None for any other path, even if it is missing."""
+        """Return the target of a link that points outside the trace; None for any other path, even if it is missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
@@ -465,8 +465,8 @@ class Store:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id != manifest.run_id:
             raise DamagedTrace(
-                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
-                "whichever of the two files is wrong from a copy"
+                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; one of "
+                "the two files is wrong: restore it from a backup"
             )
 
 
@@ -474,7 +474,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     """Return the error for a file that cannot be read. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
-    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
+    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:

@@ -40,7 +40,7 @@ class FileChecksums:
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
-    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}); restore it from a copy")
+    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}); restore it from a backup")
 
 
 class VerifiedFile:
@@ -134,7 +134,7 @@ class VerifiedFile:
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written; restore it from a "
-                "copy"
+                "backup"
             )
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
@@ -198,7 +198,7 @@ class VerifiedFile:
         if short_hash(tail) != self._tail_hash:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes have changed since they were first read; "
-                "restore it from a copy"
+                "restore it from a backup"
             )
         return tail
 
@@ -212,7 +212,7 @@ class VerifiedFile:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
             raise DamagedTrace(
-                f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}; restore it from a copy"
+                f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}; restore it from a backup"
             )
         return content
 
@@ -221,7 +221,7 @@ class VerifiedFile:
             begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
-                f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a copy, or "
+                f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a backup, or "
                 "move it away to use the rest of the trace"
             )
         with self._lock:

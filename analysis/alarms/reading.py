@@ -56,7 +56,7 @@ class Alarm:
     of_size: bool = False
     """True to compare the metric's absolute value."""
     summary: str
-    """What the source says about a run beyond the level."""
+    """What the source says about a run that exceeds the level."""
     source: str
     of_mismatch: bool = True
     """False if the alert concerns rewards or the optimizer."""
@@ -143,7 +143,7 @@ class AlarmReading:
     """The metric's value at `worst_step`; None if the rule has no single value."""
     is_raised: bool
     worst_step: int | None
-    """Step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
+    """Step whose value exceeds the level most or comes closest to it; None if no step has a value."""
     first_step: int | None = None
     """First step at which the alert fires; None if it never does."""
     first_value: float | None = None
@@ -214,7 +214,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
-         "a spike of the learning rate", False),
+         "a spike in the learning rate", False),
         (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip

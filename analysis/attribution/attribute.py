@@ -39,9 +39,9 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Features of differences in the configuration. They count even if the data differ earlier."""
+"""Features of differences in the configuration. They are considered even if the data differ earlier."""
 FELL_TOO = 0.6
-"""The baseline collapsed too if its relative drop exceeds this fraction of the run's."""
+"""The baseline is considered to have collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(
@@ -79,7 +79,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases. `checked`: the run's `check` result, if it was computed before."""
+    """Run `attribute` on open databases. `checked` is the run's `check` result, if it was computed before."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:

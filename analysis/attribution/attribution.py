@@ -1,4 +1,4 @@
-"""The result of `attribute`: the drop in a run, and the suspects for its cause."""
+"""The result of `attribute`: the drop in a run and its suspected causes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix if there is such evidence. It is conclusive because it compares identical prefixes or rows."""
+"""What to fix, by the code of the evidence, which is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -102,7 +102,7 @@ class SupposedCause:
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""A more probable suspect is reported as the cause, because it outweighs all others together."""
+"""A suspect more probable than this is reported as the cause, because it outweighs all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
 

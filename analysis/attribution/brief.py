@@ -88,7 +88,7 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the first and last step at which the drop, or the change that may hide a drop, can have begun."""
+    """Return the first and last step at which the drop, or the change that may hide a drop, may have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed

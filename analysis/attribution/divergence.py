@@ -87,7 +87,8 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return the code and numbers of the first difference within a step; mean logprobs differ from `least` nats on."""
+    """Return the code and numbers of the first difference within a step. Mean logprobs differ if they are at least
+    `least` nats apart."""
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")

@@ -128,7 +128,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Support, as a fraction of a fact's largest support, above which suspects are near ties."""
+"""Suspects are near ties if a fact supports each at least this much, relative to the one it supports most."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

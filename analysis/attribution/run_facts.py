@@ -130,7 +130,8 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset, or since the end of its interval if only these are misplaced."""
+        """Rewards of identical responses since the onset, or since the end of the onset's interval if only those after
+        it are misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -298,7 +299,7 @@ class Facts:
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
 
-        Without a drop, locate the step from which the run no longer rises with the baseline.
+        Without a drop, locate the step at which the run stops rising along with the baseline.
         """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}

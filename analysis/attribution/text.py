@@ -61,7 +61,7 @@ EVIDENCE: Mapping[str, str] = {
     "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
     "entropy_collapses": _ENTROPY + "it drops together with the outcome, before the policy has learned to be certain",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
-    "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
+    "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
@@ -83,7 +83,7 @@ DIFFERENCES: Mapping[str, str] = {
     "scoring_parts": _FIRST + "for identical tokens the trainer's logprobs differ (by {apart:.2g} nats) but the engine's do not",
     "rewards_part": _FIRST + "{share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": _FIRST + "the rewards are the baseline's in a different order",
-    "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, depending on their length (correlation {correlation:.2f})",
+    "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, and the difference depends on their length (correlation {correlation:.2f})",
     "rewards_of_last_step_part": _FIRST + "the rewards are those of the previous step",
     "advantages_or_rewards_part": _FIRST + "identical responses have different advantages; their rewards were not recorded",
     "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
@@ -98,8 +98,8 @@ DIFFERENCES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
-    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
-    "show a collapse",
+    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, a collapse "
+    "cannot be seen in it",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
     "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",

@@ -106,7 +106,7 @@ def _literal(number: float) -> str:
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width of the d axis, nats, if every d is 0."""
+"""Half the width of the d axis, in nats, if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -140,7 +140,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
+    """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), in nats."""
 
     num_tokens: int
     """Number of tokens read that are in the loss and have finite logprobs in both passes."""
@@ -149,7 +149,7 @@ class Breakdowns:
     how: str
     """A sentence that says which tokens were read."""
     d_edges: Array
-    """[Y + 1] bin edges, nats, symmetric about 0; the first and last bins include values beyond them."""
+    """[Y + 1] bin edges, in nats, symmetric about 0; the first and last bins include values beyond them."""
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]

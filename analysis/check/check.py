@@ -51,7 +51,7 @@ class CheckResult(Result):
     """Number of these tokens that were inspected one by one; the remaining ones contribute only to sums over the
     run."""
     rms_d: float
-    """Root mean square of d over the compared tokens, nats."""
+    """Root mean square of d over the compared tokens, in nats."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
@@ -133,7 +133,7 @@ def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
-    """Return the run's first step and the rms of d there, nats; None if that step is among the selected ones."""
+    """Return the run's first step and the rms of d there, in nats; None if that step is among the selected ones."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"

@@ -38,7 +38,7 @@ KINDS = {
     "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g}, not 0: the difference from the mean is rounding, divided by a tiny deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
-    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
+    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts toward the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
     "advantages_mixed": ("some advantages follow a different rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
@@ -57,11 +57,11 @@ KINDS = {
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
-    "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
+    "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count toward the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with a different limit"),
-    "tokens_after_end": ("tokens after the end token count in the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
+    "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
@@ -70,8 +70,8 @@ KINDS = {
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy belongs to the {which} position"),
-    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count in the loss"),
-    "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
+    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled"),
 }  # fmt: skip
 """Code -> title and sentence template, filled with the numbers of the finding."""
 
@@ -86,7 +86,7 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Affected share of the rows, pairs or steps judged, 0 to 1."""
+    """Share of the judged rows, pairs or steps that is affected, from 0 to 1."""
     since: int | None
     """First affected step; None if that is the first step."""
     is_notice: bool
@@ -154,7 +154,7 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Standard errors that chance does not reach even in a thousand steps."""
+"""Number of standard errors that chance does not reach even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
@@ -221,8 +221,8 @@ class _Run:
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step at which good steps turn bad; for a temporary fault, its first; None for the run's first
-        step."""
+        """Return the step from which most steps are affected or, for a temporary fault, the first affected step; None
+        if that is the first step of the run."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -467,8 +467,8 @@ def _unequal(
     """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
     longer sum to 0 because rows were removed.
 
-    `group`: [N] numbers, different at every step. Returns the code, the affected rows, [N] bool, and the numbers.
-    """
+    `group` holds [N] group numbers, which differ between steps. Returns the code, the affected rows, [N] bool, and the
+    numbers."""
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
     cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
@@ -518,8 +518,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find rows with another sign or scale than the others, rows with and without division by the standard deviation,
-    or rows whose advantages are 0. Returns the same as `_unequal`."""
+    """Find rows whose sign or scale differs from that of the others, a mixture of rows with and without division by
+    the standard deviation, or rows whose advantages are 0. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -589,7 +589,7 @@ class AdvantageRule:
     between: float = 0.0
     """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
     fit: float = 0.0
-    """Correlation between the recorded advantages and those under the rule."""
+    """Correlation between the recorded advantages and those that the rule gives."""
     own: float = 0.0
     """The same with the group's mean as the baseline."""
     factor: float | None = None
@@ -607,8 +607,8 @@ def rule_of(
 ) -> AdvantageRule:
     """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
 
-    `label`: [N] group labels, in order; `length`: [N] number of response tokens; `near`: [N] rewards of other steps.
-    """
+    `label` holds [N] group labels, in order, `length` [N] numbers of response tokens, and `near` [N] rewards of other
+    steps."""
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
     spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
@@ -642,7 +642,7 @@ def rule_of(
 def _others(
     r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray, near: Mapping[str, np.ndarray]
 ) -> dict[str, list[np.ndarray]]:
-    """Return rule -> the advantages under it, raw and normalised."""
+    """Return the advantages that each rule gives, raw and normalised, by rule."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         centred = rewards - mean_of(label, rewards)
@@ -681,7 +681,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio of advantages to rewards minus the group mean; None if it is usual or not constant."""
+    """Return the ratio of advantages to rewards minus the group mean; None if the ratio is a usual one or varies."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -739,7 +739,7 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards in the wrong rows: identical responses get equal rewards only if the rewards are shifted."""
+    """Find rewards in the wrong rows: identical responses have equal rewards only after the rewards are shifted."""
     if not np.isfinite(run.rows["reward"]).any():
         return
     inspected, response = run.responses
@@ -893,7 +893,7 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Name what the logged values, [E], average instead of all rows, whose mean is `mean`, [E]; empty if unknown."""
+    """Return what the logged values, [E], average instead of all rows (with mean `mean`, [E]); empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -994,7 +994,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return the weights of the parts and a constant whose sum gives all rewards; None if there are none."""
+        """Return weights for the parts and a constant that together give every reward; None if there are none."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]

@@ -67,13 +67,13 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters. By chance, one run in
-100,000 reaches it."""
+"""Minimum evidence for an explanation, in nats, after subtracting the cost of its parameters. One run in
+100,000 reaches it by chance."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share of the mismatch competes only with others that predict values."""
+"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
 occurs."""
@@ -187,8 +187,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if it covers only part of the tokens and nearly all of them that exceed rounding
-    are at that place."""
+    """Add a place to the first finding if it covers only part of the tokens and nearly all of those that rounding
+    cannot explain are at that place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -237,8 +237,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop the explanations that a place rules out. If nearly all tokens that exceed rounding are at one place and
-    the rest agree, an explanation that covers all tokens without predicting values is wrong about the rest."""
+    """Drop the explanations that a place rules out. If nearly all tokens that rounding cannot explain are at one place
+    and the rest agree, an explanation that covers all tokens without predicting values is wrong about the rest."""
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -323,10 +323,9 @@ def _parts(data: PairData) -> tuple[str, ...]:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if a place really locates the mismatch.
 
-    The mismatch outside the place must not exceed rounding, and most of the tokens that do exceed it must be inside.
-    The mismatch inside must exceed rounding or be much larger than outside. If the place is a writer, contract or
-    setting, a factor of three is enough, because rounding does not depend on these.
-    """
+    Outside the place, rounding must explain the mismatch, and most of the tokens that rounding cannot explain must be
+    inside. The mismatch inside must be larger than rounding can explain, or much larger than outside. If the place is a
+    writer, contract or setting, a factor of three is enough, because rounding does not depend on these."""
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
         return False
@@ -349,8 +348,8 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the mismatch exceeds rounding, overall or at some tokens, or depends on things that rounding
-    does not depend on."""
+    """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
+    factors that do not affect rounding."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 

@@ -108,7 +108,7 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
 
 @once
 def _moved(data: PairData) -> np.ndarray:
-    """Return the change of the logit that explains d, nats, clipped to its 1st and 99th percentiles, [K]."""
+    """Return the change of the logit that explains d, in nats, clipped to its 1st and 99th percentiles, [K]."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
@@ -139,7 +139,7 @@ class ErrorStructure:
     persistence: float
     """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""
     sequence_score: float
-    """How far the share of variance between sequences exceeds chance, in standard deviations."""
+    """How far the share of variance between sequences exceeds what chance produces, in standard deviations."""
     persistence_within: float = 1.0
     """`persistence` after subtracting the mean of each sequence; 0 if whole sequences are affected."""
 
@@ -242,10 +242,10 @@ class RepeatedTokens:
 
     num: int
     a: float
-    """Rms difference between values of pass a, as a logit error, nats."""
+    """Rms difference between values of pass a, as a logit error, in nats."""
     b: float
     d: float
-    """Rms of d at these tokens, as a logit error, nats."""
+    """Rms of d at these tokens, as a logit error, in nats."""
 
     @property
     def is_known(self) -> bool:
@@ -286,9 +286,9 @@ def not_repeatable(data: PairData) -> str | None:
 @dataclass(frozen=True, slots=True)
 class MismatchGrowth:
     first: float
-    """Median logit error at the first step, nats."""
+    """Median logit error at the first step, in nats."""
     later: float
-    """Largest median logit error at any later step, nats."""
+    """Largest median logit error at any later step, in nats."""
     since: int | None
     """First step whose median exceeds the geometric mean of `first` and `later`; None if there is none."""
     is_sudden: bool = False

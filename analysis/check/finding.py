@@ -33,7 +33,7 @@ class Finding:
     signal: str
     """How the fault was detected: a key of `Fault.evidence`."""
     effect: float
-    """Root mean square of d over the affected tokens, nats; NaN if one pass has no values there."""
+    """Root mean square of d over the affected tokens, in nats; NaN if one pass has no values there."""
     share: float
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
@@ -127,10 +127,10 @@ DEGREES = 3.0
 """Degrees of freedom of the Student t distribution that models rounding errors. Its tails are at least as heavy as
 those of healthy runs."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, that is attributed to a different choice of experts if the model is not known to have
+"""Largest logit error, in nats, that is attributed to a different choice of experts if the model is not known to have
 experts. `spread` is used instead if it is larger."""
 MIN_OFF_TOKENS = 5
-"""If fewer tokens than this exceed rounding, only those that exceed `max_flip` are reported."""
+"""If there are fewer tokens than this that rounding cannot explain, only those that exceed `max_flip` are reported."""
 MIN_UNCERTAIN = 30
 """Minimum number of uncertain tokens (1 - p above MIN_REST) needed to measure the level of rounding in a run."""
 LEAST_SHARE = 6.0
@@ -146,7 +146,7 @@ _ROUNDS = 6
 @dataclass(frozen=True, slots=True)
 class Fit:
     sigma: float
-    """Scale of the rounding error of a logit, nats."""
+    """Scale of the rounding error of a logit, in nats."""
     log_likelihood: float
 
 
@@ -193,7 +193,7 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood of the residuals, [K], minus the log likelihood of d and the cost, nats."""
+    """Return the log likelihood of the residuals, [K], minus the log likelihood of d and the cost, in nats."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
@@ -208,13 +208,13 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error, nats, that is attributed to different experts if the model may have none."""
+    """Return the largest logit error, in nats, that is attributed to different experts if the model may have none."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return a mask, [K] bool, of the tokens whose d exceeds rounding, at a false discovery rate of FALSE_SHARE.
+    """Return a mask, [K] bool, of the tokens whose d rounding cannot explain, at a false discovery rate of FALSE_SHARE.
 
     Rounding errors of a logit are assumed to follow a t distribution with six degrees of freedom. Its scale is measured
     in the run, but kept between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
@@ -244,7 +244,7 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost of reporting any cause, nats. It limits causes reported by chance to one run in 3,000."""
+"""Cost of reporting any cause, in nats. It limits causes reported by chance to one run in 3,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: tokens that it explains if it is accepted."""
     gain: float
-    """Increase in the log likelihood of d compared with no explanation, nats, minus the cost."""
+    """Increase in the log likelihood of d compared with no explanation, in nats, minus the cost."""
     left: float | None = None
     """Share of the mismatch at `tokens` that the prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
@@ -270,9 +270,8 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
 
-    `cost` is the cost of its parameters, nats. If `is_right`, the residual is what d would be without the fault, and is
-    judged again.
-    """
+    `cost` is the cost of its parameters, in nats. If `is_right`, the residual is what d would be without the fault, and
+    is judged again."""
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = None
@@ -300,7 +299,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts at which tokens, [K] bool, d is large. How large it is there is fitted."""
+    """Return an explanation that predicts which tokens have a large d. The size of d is fitted, not predicted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -49,7 +49,7 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and the rms of d there, nats; None if that step is among the selected ones."""
+    """First step of the run and the rms of d there, in nats; None if that step is among the selected ones."""
     keep: np.ndarray
     """[N] bool: True for compared tokens that no earlier finding explains."""
 
@@ -90,7 +90,7 @@ class PairData:
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[K] a - b, nats."""
+        """[K] a - b, in nats."""
         return np.asarray(self.sample.d[self.keep])
 
     @cached_property
@@ -110,8 +110,8 @@ class PairData:
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of the distribution that each token was sampled from, nats: that of pass a if it has entropies,
-        else that of pass b; None if neither has."""
+        """[K] entropy of the distribution that each token was sampled from, in nats: that of pass a if it has
+        entropies, else that of pass b; None if neither has."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -135,7 +135,8 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale, nats: the change in the token's logit that would explain d; NaN where 1 - p is too small."""
+        """[K] |d| / scale, in nats: the change in the token's logit that would explain d; NaN where 1 - p is too
+        small."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
@@ -222,16 +223,16 @@ HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Numbers of equal steps from probability 0 to 1 that are tried as grids."""
+"""Grids to try for probabilities: the number of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier
 decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies,
 99% stay below it, and the largest reaches 3.5."""
 MIN_SPREAD = 1.0
-"""Minimum `spread` of the log-odds, nats."""
+"""Minimum `spread` of the log-odds, in nats."""
 FLOOR_NATS = 1e-5
-"""Minimum scale assumed for d, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+"""Minimum scale assumed for d, in nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
 """dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from the grid,
 in steps, at which a logit difference is considered to be on it: four times the error of a float32 logprob."""
@@ -341,7 +342,7 @@ def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
 
 @once
 def allowed_noise(data: PairData) -> float:
-    """Return the largest rms error of a logit that rounding explains, nats."""
+    """Return the largest rms error of a logit that rounding explains, in nats."""
     # An unknown dtype could be bfloat16: logits in float16 do not reveal the dtype of the layers before the head.
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
@@ -350,7 +351,7 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation,
+    """Return the spread of the log-odds of the sampled tokens, in nats, at least MIN_SPREAD: their standard deviation,
     added in quadrature to their mean if that is positive."""
     compared = data.sample.compared
     if not compared.any():
@@ -366,7 +367,7 @@ def log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return the error [K] in d from rounding of the recorded logprobs, nats: half a unit in the last place."""
+    """Return the error [K] in d from rounding of the recorded logprobs, in nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.rounded is not None:
@@ -401,7 +402,7 @@ def levels(data: PairData) -> np.ndarray:
 
 
 def level(data: PairData) -> float:
-    """Return sqrt(sum d^2 / sum (1 - p)^2), nats: the rms change of the logits that explains d, clipped at the 99th
+    """Return sqrt(sum d^2 / sum (1 - p)^2), in nats: the rms change of the logits that explains d, clipped at the 99th
     percentile."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
@@ -415,7 +416,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
     """Return the dtype of the logits from differences of logprobs in one context; None if there are too few.
 
     In one context, the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are
-    multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
+    multiples of 2^-7, and so are their differences for any dtype of the softmax; a temperature divides the
     spacing.
     """
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.

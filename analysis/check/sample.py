@@ -34,7 +34,7 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this, nats. In a model with flat-tailed
+"""A token is unlikely if logprob + entropy is below this, in nats. In a model with flat-tailed
 distributions, 5% of the sampled tokens are unlikely."""
 MIN_UNSAMPLED_RUN = 4
 """Minimum number of consecutive unlikely tokens to conclude that they were not sampled. In healthy runs, fewer than 2%
@@ -60,7 +60,7 @@ class PairSums:
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d, nats. It is the same for any order of the sequences."""
+        """Root mean square of d, in nats. It is the same for any order of the sequences."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
 
     @property
@@ -116,11 +116,11 @@ def _sums_of_rows(names: tuple[str, ...], rows: pa.RecordBatch) -> dict[str, np.
 class PassSample:
     name: str
     logprobs: np.ndarray
-    """[N] float64, nats; NaN where missing."""
+    """[N] float64, in nats; NaN where missing."""
     is_null: np.ndarray
     """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64, nats, NaN where missing; None if no sequence has entropies."""
+    """[N] float64, in nats, NaN where missing; None if no sequence has entropies."""
     versions: np.ma.MaskedArray
     """[S] int64, policy version of the weights that scored each sequence; masked where unknown."""
     contracts: list[str | None]
@@ -194,7 +194,7 @@ class Sample:
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[N] logprob(a) - logprob(b), nats; NaN where either is missing or not finite."""
+        """[N] logprob(a) - logprob(b), in nats; NaN where either is missing or not finite."""
         with np.errstate(invalid="ignore"):
             d = self.a.logprobs - self.b.logprobs
         return np.where(np.isfinite(d), d, np.nan)

@@ -1,8 +1,8 @@
 """Find where a mismatch occurs, as the shortest description of the affected tokens.
 
 A description splits the tokens by one feature, such as a setting of their sequence, a position or a token id. Its
-evidence is the gain in log likelihood, nats, from fitting a separate level of mismatch to each part, minus the cost of
-the description.
+evidence is the gain in log likelihood, in nats, from fitting a separate level of mismatch to each part, minus the cost
+of the description.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -25,7 +25,7 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, nats. So many are tried that chance alone reaches 10."""
+"""Minimum evidence for a description, in nats. So many descriptions are tried that one can reach 10 by chance."""
 MIN_PART_UNITS = 4
 """Minimum number of sequences or tokens on each side of a threshold."""
 MAX_COVERED = 0.95
@@ -59,7 +59,7 @@ class Where:
     mean_ratio: float
     """The same ratio of arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
-    """Median logit error outside, nats."""
+    """Median logit error outside, in nats."""
 
     @property
     def values_text(self) -> str:

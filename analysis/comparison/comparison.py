@@ -33,8 +33,8 @@ class RunDifference:
     """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the mean difference on the series' scale, in standard deviations of the difference at one step.
-    None if there is no noise, and for all other kinds."""
+    """For a series, the mean difference on the series' scale, in units of the per-step standard deviation of the
+    difference. None if there is no noise, and for all other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
     """Shares, counts and the largest difference, by name."""
 
@@ -125,7 +125,7 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield each field that differs between a pass's most frequent contracts, at the first step where it does."""
+    """Yield each field that differs between a pass's most frequent contracts, at the first step where it differs."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

@@ -96,11 +96,11 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean of `apart_n` in standard deviations of one step; infinity if there is no noise; None if
-    insignificant.
+    """Return the mean of `apart_n` in units of the per-step standard deviation: infinity if there is no noise, None
+    if the mean is not significant.
 
     The noise is estimated from the whole segment, or from `apart_n` if the segment is short. The mean of a few steps
-    follows Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
+    follows Student's t-distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
     (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))

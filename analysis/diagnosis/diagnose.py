@@ -166,7 +166,7 @@ def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch too abrupt for training alone; `follows` is a setting that changed at the jump."""
+    """Return jumps in the mismatch that training alone cannot cause; `follows` is a setting that changed at one."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -203,7 +203,7 @@ def size_comparison(
 ) -> SizeComparison:
     """Compare the rms of d with published values from healthy runs with the same coarser dtype.
 
-    `verdict`: code of the first finding of `check`.
+    `verdict` is the code of the first finding of `check`.
     """
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]

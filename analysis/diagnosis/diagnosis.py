@@ -18,7 +18,7 @@ from .figures import PublishedFigure
 SETTLES = 0.9
 """A replay that removes more than this share of the mismatch identifies its cause."""
 ADDS_LITTLE = 0.1
-"""A replay that removes or adds no more than this share has no effect."""
+"""A replay that removes or adds no more than this share is considered to have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Numerics:
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
     logits: tuple[str | None, str | None]
-    """Of the logits, inferred from the logprobs; see check.pair_data."""
+    """dtypes of the logits, inferred from the logprobs; see check.pair_data."""
     values: tuple[str | None, str | None]
-    """To which the recorded logprobs were rounded."""
+    """dtypes that the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class FigureComparison:
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if the coarser dtype is the same for both."""
+    """True if the coarser of the two sides' dtypes is the same as in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +46,17 @@ class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
     """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the range."""
     own: float
-    """Root mean square of d, nats."""
+    """Root mean square of d, in nats."""
     coarser: str | None
     is_inferred: bool = False
     low: float | None = None
-    """Published range from `low` to `high`, nats; None for `equal` and `unpublished`."""
+    """Published range from `low` to `high`, in nats; None for `equal` and `unpublished`."""
     high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """How much of the mismatch disappears if a replay takes the place of pass a."""
+    """How much of the mismatch disappears if a replay replaces pass a."""
 
     arm: str
     pair: tuple[str, str]

@@ -86,7 +86,7 @@ FIGURES = (
                 "slime", {"mean_abs_d": 0.00045}),
     *_published((_BF16, _FP8), "transformers, vLLM 0.12", "8B dense", "float8 KV cache",
                 _AKN, {"mean_abs_d": 0.0386, "rms_d": 0.131}),
-    *_published((_BF16, _FP8), "NeMo-RL, vLLM", "9B and 35B", "float8 weights (NeMo's gen_kl); above 2 something is broken",
+    *_published((_BF16, _FP8), "NeMo-RL, vLLM", "9B and 35B", "float8 weights (NeMo's gen_kl); a value above 2 means that something is broken",
                 "NeMo-RL#3477", {"k1": (0.0014, 0.005)}),
     *_published(_BF16, "Miles, SGLang", "dense", "over a run", "Miles and SGLang, All-in-One", {"k3": (1e-05, 0.001)}),
     *_published(_BF16, "Miles, SGLang", "mixture", "over a run", "Miles and SGLang, All-in-One", {"k3": (0.001, 0.1)}),

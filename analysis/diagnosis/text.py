@@ -191,7 +191,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
     if checked.is_valid and of_mismatch and found.unexplained_jump is None:
-        count += f", for a mismatch that the check explains ({checked.findings[0].title})"
+        count += f", but the check explains the mismatch ({checked.findings[0].title})"
     if not checked.is_valid and not of_mismatch:
         count += "; the fault does not show in the size of the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
@@ -216,7 +216,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, in a valid comparison, whether it is normal. `explanation`: by `check`."""
+    """State the size of the mismatch and, if the comparison is valid, whether it is normal (by `explanation`)."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

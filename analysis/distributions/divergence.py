@@ -83,7 +83,7 @@ def tv_terms(logp: Array, logq: Array) -> Array:
 
 
 def entropy(logp: Array) -> Array:
-    """Return the entropy [C] of each row of logprobs, nats."""
+    """Return the entropy [C] of each row of logprobs, in nats."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)

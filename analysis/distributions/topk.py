@@ -23,14 +23,14 @@ class TopK:
 
     ids_CK: Array
     logprobs_CK: Array
-    """float64 logprobs of the listed tokens, nats."""
+    """float64 logprobs of the listed tokens, in nats."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
     """Temperature that the logits were divided by; a lower one means larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return the largest possible error of each captured logprob, nats."""
+        """Return the largest possible error of each captured logprob, in nats."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
@@ -162,7 +162,7 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] lower and upper bounds on the entropy, nats."""
+    """Return [C] lower and upper bounds on the entropy, in nats."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact

@@ -44,7 +44,7 @@ class Exported(Result):
     num_sequences: int
     """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written; for tensorboard and wandb, plus the values of the per-step mismatch."""
+    """Number of logged values written; for tensorboard and wandb, it includes the values of the per-step mismatch."""
     num_texts: int
     """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
 
@@ -62,7 +62,7 @@ def export_run(
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
+      settings, the logprobs of every pass (`PASS_logprobs`, in nats; first iteration of `current`) and `d`: logprob(a) -
       logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own

@@ -279,7 +279,7 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far a value and the next three are from the earlier level, in SD; empty with too few earlier steps."""
+        """Return the distance of a value and the next three from the earlier level, in sd; empty if too early."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

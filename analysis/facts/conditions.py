@@ -1,4 +1,4 @@
-"""Read what the policy does not determine, by step: prompts, limits, advantages, the reference, and settings."""
+"""Read, for each step, what the policy does not determine: prompts, limits, advantages, the reference, and settings."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounding makes constant values identical, whatever the order of summation."""
+"""Values are rounded, so that constant ones are identical in any order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step

@@ -38,7 +38,7 @@ FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, seri
 """Kinds of changes that the policy causes, perhaps because an input changed before."""
 
 CLEAR_SD = 4.0
-"""Size of a change in an input, in standard deviations, from which it is certain and can have consequences."""
+"""Minimum size, in standard deviations, of a change in an input that is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -92,7 +92,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the SQL view `changes`; numbers and texts have separate columns."""
+    """Return the SQL view `changes`, which has separate columns for numbers and for text."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):

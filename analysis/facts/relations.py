@@ -163,7 +163,8 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes by over `least`."""
+    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes by more than
+    `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])

@@ -56,12 +56,12 @@ _OF_COUNTED = {
 """Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Number of response tokens in an opening. With the prompt, an opening is a prefix that several responses share."""
+"""Number of response tokens in an opening. A prompt plus an opening is a prefix that responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Number of pairs needed for a comparison, and of responses needed on both sides of a step."""
+"""Minimum number of pairs for a comparison, and minimum number of responses that must occur on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob of a prefix, in nats, below which it is so certain that a change of the weights does not show."""
+"""-logprob, in nats, below which a prefix is so certain that a change in the weights has no visible effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,16 @@ class Rollouts:
     whole: np.ndarray
     """Hashes of the token ids of the prompt, the response, and both."""
     group: np.ndarray
-    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If most
-    groups have one member, each step is a group."""
+    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If
+    most groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
     first_advantage: np.ndarray
     length: np.ndarray
     num_masked: np.ndarray
     likelihood: np.ndarray
-    """Mean trainer logprob over the tokens in the loss mask, nats; the engine's logprob if there is no trainer logprob."""
+    """Mean trainer logprob over the tokens in the loss mask, in nats; the engine's logprob if there is no trainer
+    logprob."""
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
@@ -93,7 +94,7 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Number of response tokens, whether in the loss mask or not; length limits apply to this number."""
+        """Number of response tokens, including those outside the loss mask; length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
 
     @property

@@ -104,7 +104,7 @@ def columns_of(
 ) -> list[Series]:
     """Return the columns listed in `sources` as series, if they have values.
 
-    `not_finite`: steps with a NaN or infinite value, by column.
+    `not_finite` maps columns to the steps at which they are NaN or infinite.
     """
     columns = []
     for name, source in sources.items():
@@ -116,25 +116,25 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""A drop must lose at least this fraction of the earlier level; healthy runs lose and regain a twentieth."""
+"""A drop must lose at least this fraction of the earlier level. Healthy runs temporarily lose up to a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts if, from the first window below the midpoint on, at least this fraction of windows is below it."""
+"""A drop lasts if at least this fraction of the windows from the first one below the midpoint on is below it."""
 FALL_HOLDS = 0.9
 """The same fraction for a drop that is judged by the noise before it."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop that is judged by the noise before it, in standard errors beyond the bias of choosing the best
-window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary series with
-autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200
-values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
+"""Minimum size of a drop that is judged by the noise before it, in standard errors above the bias that comes from
+choosing the best window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary
+series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to
+0.04 (200 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
+"""Minimum size of a drop, in standard errors above the bias that comes from choosing the best window."""
 FALLEN = 0.35
 """A change after this fraction of the drop is too late to be its cause."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which the
-value was chosen is flat; with 0.55, one would be."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which
+the value was chosen is flat; with 0.55, one would be."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor on the scatter if there are too few values to estimate the autocorrelation; 2 allows for 0.6."""
@@ -170,8 +170,8 @@ class Fall:
     """Onset: the last step before the values leave their earlier level permanently."""
     low: int
     high: int
-    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range is
-    narrower than a confidence interval."""
+    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range
+    is narrower than a confidence interval."""
     interval: tuple[int, int]
     """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see docs/evidence/intervals.md."""
     fallen: int
@@ -190,9 +190,7 @@ class Fall:
     def course(self) -> str:
         """The beginning of a sentence that continues with "step N"."""
         if self.kind == FLAT:
-            return (
-                f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, apart since"
-            )
+            return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
         return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"
 
     @property
@@ -206,7 +204,7 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """True if a metric is an outcome on held-out data, to judge by its name, such as `eval/reward` or just `eval`."""
+    """True if a metric is an outcome on held-out data, judging by its name, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
@@ -217,8 +215,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
     The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
     The drop must exceed FALL_SHARE of the earlier level. In addition, either the drop or the decrease along a line
-    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) beyond the bias of
-    choosing the best window.
+    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) above the bias that comes
+    from choosing the best window.
 
     `beside` is the same outcome of a baseline with the same seeds. A run that ends below its baseline by FALL_SHARE,
     beyond the noise of their difference, has dropped as well.
@@ -297,7 +295,7 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
     """True if the last fifth of the run stays below the best window by more than the noise before the drop.
 
-    The noise after the drop does not count, because a run that drops may scatter more.
+    The noise after the drop is not used, because a run may become noisier when it drops.
     """
     values = outcome.values
     until = values[: best + width]

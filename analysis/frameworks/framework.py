@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework's options, under its own names, and the metrics that it logs with them.
+    """A framework's options, under the framework's own names, and the metrics that it logs with these options.
 
     Subclasses are frozen dataclasses whose fields are the options, declared with `option_field`.
     """

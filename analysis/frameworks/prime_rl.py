@@ -46,7 +46,7 @@ class PrimeRl(Framework):
     )
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or per step. The tokens are read again only for medians over them."""
+        """Return one row per run or per step. The tokens are read again only if medians over tokens are requested."""
         if not only or not _OF_TOKENS.isdisjoint(only):
             return Framework.numbers(self, database, pair, by, only)
         columns = ", ".join(f'"{name}"' for name in only)

@@ -93,7 +93,6 @@ class Slime(Framework):
             )
 
     def _check_bounds(self) -> None:
-        """Enforce slime's own assertions on the bounds."""
         if self.tis_upper_bound <= 0:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound

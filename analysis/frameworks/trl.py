@@ -52,7 +52,7 @@ class Trl(Framework):
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound on the ratio, whatever the sign of the advantage; None for no bound."""
+    """Upper bound on the ratio for both signs of the advantage; None for no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )

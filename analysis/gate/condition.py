@@ -64,11 +64,11 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition, as NaN and infinities do, because they prove nothing."""
+        """Return True if a value violates the condition. NaN and infinities always do, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
-        """Return the step whose value is furthest beyond the bound, or nearest to it; None if no step has a value."""
+        """Return the step whose value violates the bound most or comes closest to it; None if no step has a value."""
         sign = 1 if self.sign in (">", ">=") else -1
         return max(by_step, key=lambda step: (math.isnan(by_step[step]), sign * by_step[step]), default=None)
 
@@ -82,8 +82,8 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a metric and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append 'any "
-            f"step' or 'last N steps' unless the condition covers the whole run",
+            f"got {text!r}; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append "
+            f"'any step' or 'last N steps' unless the condition covers the whole run",
             option="fail_on",
         )
     return Condition(
@@ -138,7 +138,7 @@ class Verdict:
     steps_beyond: int | None
     """Number of steps whose value violates the condition; None for `check`, and for counts, which grow with the run."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound, or nearest to it if none is beyond."""
+    """Step whose value violates the bound most or comes closest to it."""
     how: str
     """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 
@@ -210,7 +210,7 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the sqrt(sum of d^2), nats, that a new sequence exceeds with a probability of 1 in 1,000.
+        """Return the sqrt(sum of d^2), in nats, that a new sequence exceeds with a probability of 1 in 1,000.
 
         It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. Student's
         quantile with groups - 1 degrees of freedom makes the result larger if there are few groups.

@@ -63,7 +63,7 @@ def gate(
     """
     if not fail_on:
         raise InvalidOption(
-            "got no condition; use check, or a metric and its bound, e.g. tim.k3>1e-3", option="fail_on"
+            "got no condition; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -184,5 +184,4 @@ def _row(verdict: Verdict) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
     return re.sub(r"[\\`*_{}\[\]<>()#+!|~&]", lambda found: f"&#{ord(found[0])};", " ".join(printable(text).split()))

@@ -203,7 +203,7 @@ class Run:
             return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
-        how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above the value"
+        how = f"bootstrap-t over {num_groups:,} groups, for the share of tokens above the value"
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
@@ -235,7 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
-        how = f"bootstrap over {num_groups:,} groups, on the maximum: ends at the value"
+        how = f"bootstrap over {num_groups:,} groups, for the maximum; the interval ends at the value"
         found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 

@@ -94,12 +94,12 @@ _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 
 FIGURES: Mapping[str, FigureFormula] = {
-    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
     "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias of tokens with A > 0"),
     "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias of tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms, to which other figures are relative", bounds=_SIZE),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the size of the objective's terms, which relative figures are divided by", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: minus the policy "
     "part of the loss; for cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),

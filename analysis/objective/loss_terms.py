@@ -21,9 +21,9 @@ class Differences:
     """Log-ratios between passes, per token; 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
-    """train - rollout, nats."""
+    """train - rollout, in nats."""
     drift_T: Array
-    """current - train, nats."""
+    """current - train, in nats."""
     advantage_T: Array
     """0 if not recorded."""
     counts_T: np.ndarray | None
@@ -140,7 +140,6 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """Average per-token corrections over the sequence."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )

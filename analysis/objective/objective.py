@@ -31,7 +31,7 @@ def objective(
 ) -> Objective:  # fmt: skip
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
+    With d = train - rollout and drift = current - train (logprobs of a token, in nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The ratio in the loss, rho_used, is
     current / train = exp(drift), current / rollout = rho* or current / current = 1, depending on the loss. The bias of
     a token, or of a sequence if the loss takes one ratio per sequence, is b = w f(rho_used) - f(rho*), after arXiv

@@ -32,7 +32,7 @@ TOKEN_COLUMNS = (
 """Sums over the unmasked tokens of a sequence whose logprobs are finite in every pass.
 
 num_nan, num_inf: number of unmasked tokens with a NaN, or an infinite, logprob; d = train - rollout and
-drift = current - train, nats; spread: sums of squares and products around the means; num_bad: number of tokens with
+drift = current - train, in nats; spread: sums of squares and products around the means; num_bad: number of tokens with
 A < 0 and p(rollout) - p(current) >= 0.5; num_bad_mismatch: the same with p(train) instead of p(current); advantage: the
 mean.
 """
@@ -251,8 +251,8 @@ class LossRows:
 def shares(loss: Loss, rows: LossRows) -> Array:
     """Return the factor by which the loss multiplies each token's term, [R].
 
-    With aggregation `sequence`, it is the factor of the sequence's single term. An update whose micro-batches were not recorded is treated as one batch.
-    """
+    With aggregation `sequence`, it is the factor of the sequence's single term. An update whose micro-batches were not
+    recorded is treated as one batch."""
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
         tokens_U = np.bincount(update_R, rows.num_tokens_R)

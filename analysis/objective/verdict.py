@@ -45,7 +45,7 @@ class Objective(Result):
     num_rows: int
     """Number of sequences that went through the loss, counted once per inner iteration; means divide by it."""
     num_sequences: int
-    """Number of these that have an unmasked token with a finite logprob in every pass."""
+    """Number of sequences that have an unmasked token with a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
@@ -94,7 +94,7 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE up. A convention of
+"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. A convention of
 tim-trace: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
 
 

@@ -101,7 +101,6 @@ def _write_figures(
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    """Return the shortest path suffix that identifies each run."""
     parts = [url.rstrip("/").split("/") for url in urls]
     # A trace at RUN/trace is named after the folder RUN.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1

@@ -82,7 +82,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return the mismatch if each replay takes the place of pass a. On a logarithmic axis, 0 becomes NaN."""
+    """Return the mismatch if each replay replaces pass a. On a logarithmic axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:

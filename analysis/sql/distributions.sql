@@ -36,7 +36,7 @@ CREATE OR REPLACE MACRO num_captured(a, b) AS TABLE
     FROM (SELECT run, step, seq_id FROM scores WHERE "pass" = a AND dense IS NOT NULL)
     JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = b AND dense IS NOT NULL) USING (run, step, seq_id);
 
--- Statistics of pair_distributions over the tokens that count in the loss, by sequence, step or run. Means and maxima are NULL
+-- Statistics of pair_distributions over the tokens that count toward the loss, by sequence, step or run. Means and maxima are NULL
 -- unless all tokens have exact values; bounds are never NULL.
 CREATE OR REPLACE MACRO distribution_groups(a, b, by_step, by_sequence) AS TABLE
     SELECT run,

@@ -48,7 +48,7 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABL
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- sums_of_tokens(a, b): the stored sums, computed from tokens. A token is summed if it counts in the loss and is finite
+-- sums_of_tokens(a, b): the stored sums, computed from tokens. A token is summed if it counts toward the loss and is finite
 -- in both passes; NaN and infinities are only counted.
 CREATE OR REPLACE MACRO sums_of_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*

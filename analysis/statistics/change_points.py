@@ -38,7 +38,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: significant at SIGNIFICANT, and at least 3 ln n."""
+    """Return the minimum gain of a significant cut, in units of the long-run variance; at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -78,7 +78,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Differences of neighbouring values bound the noise from below, whatever the number of cuts.
+    # Differences of neighbouring values bound the noise from below for any number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

@@ -82,5 +82,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Columns of `stats`, by name, as functions of the totals of `addable` columns. The formulas match
+"""How to compute each column of `stats` from the totals of the `addable` columns. The formulas match
 sql/statistics.sql."""

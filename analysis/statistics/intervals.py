@@ -29,7 +29,8 @@ MIN_GROUPS = 8
 prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum number of resampled units. More groups are merged into units, which leaves the variance of sums unchanged."""
+"""Maximum number of resampled units. If there are more groups, they are merged into this many units, which leaves the
+variance of sums unchanged."""
 
 PARTS = 20
 """Maximum number of jackknife parts, each made of whole groups."""
@@ -151,7 +152,7 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t.
+    """Return a quantile of Student's t-distribution.
 
     >>> round(student_quantile(0.975, 1), 3)
     12.706

@@ -25,9 +25,9 @@ _DECAYS = (0.03, 0.1, 0.3)
 """Time constants to try, as shares of the segment."""
 
 REACH = 7.35
-"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in long-run variances. This value
-solves (1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the
-onset of a ramp of known form and variance, 3.84 would suffice."""
+"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in units of the long-run variance.
+This value solves (1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970).
+For the onset of a ramp of known form and variance, 3.84 would suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares if slope and level may change, in long-run variances."""
+    """Reduction of the sum of squares if slope and level may change, in units of the long-run variance."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -81,7 +81,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return the completed share of an approach at each index, given where it begins."""
+    """Return which share of an exponential approach is completed at each index, given the index at which it begins."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
@@ -112,9 +112,8 @@ _MAX_ENDS = 12
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return (low, index, high): the first index of a decline between two given levels, and its 90% interval.
 
-    The index has the least sum of squares. The interval has all indices whose sum of squares is within the F quantile
-    with 1 and N - 3 degrees of freedom.
-    """
+    The index minimises the sum of squares. The interval contains all indices whose sum of squares is within the F
+    quantile with 1 and N - 3 degrees of freedom."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -148,6 +147,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share of declines that begin at `start`, for each candidate end, [E, N]."""
+    """Return which share of a decline that begins at `start` is completed, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

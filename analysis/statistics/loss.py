@@ -1,6 +1,6 @@
 """Terms of the policy loss: what a ratio and an advantage add to the objective, clipping, and corrections.
 
-sql/loss.sql has the same rules as SQL macros, and replay/gradients implements the loss in torch.
+sql/loss.sql implements the same rules as SQL macros, and replay/gradients implements the loss in torch.
 
 Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss has one ratio per sequence.
 Functions without stated shapes take arrays of the same shape.
@@ -159,7 +159,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
+    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, in nats.
 
     Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks. None means no bound.
 

@@ -47,7 +47,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
     - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from
       the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
-    Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
+      Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
     - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes
       correlation over a few steps that a first-order autoregression misses; slower variation is treated as change.
     """
@@ -64,7 +64,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, with autocorrelation 1.5 standard errors above its estimate.
+    """Return the long-run variance for an interval, assuming an autocorrelation 1.5 standard errors above its estimate.
 
     With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval from it would cover
     the true value for only 70% of such series. The standard error of an autocorrelation is at most 1 / sqrt(n)

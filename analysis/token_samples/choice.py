@@ -115,7 +115,7 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     """Number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """Number of tokens that count in the loss and have finite logprobs in both passes."""
+    """Number of tokens that count toward the loss and have finite logprobs in both passes."""
     sum_abs_d: np.ndarray
     """In nats, like `max_abs_d`; 0 if no token can be compared."""
     max_abs_d: np.ndarray
@@ -274,7 +274,7 @@ def _sorts(
     elif not (gaps.num_compared > 0).any():
         yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count in the loss and have a logprob in both passes."
+        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count toward the loss and have a logprob in both passes."
     sorts = {
         WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median over the sequences of {evenly}",

@@ -115,7 +115,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """[R] float64, nats; NaN where the token does not count, or a logprob is missing or not finite."""
+        """[R] float64, in nats; NaN where the token does not count, or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -144,7 +144,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return a bool mask [R]. Without a mask, all tokens count; beyond the end of a short mask, none does."""
+    """Return a bool mask [R]: all tokens without a mask; tokens beyond the end of a short mask are excluded."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -170,7 +170,7 @@ _WANTED = Wanted()
 def read_token_samples(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), wanted: Wanted = _WANTED
 ) -> TokenSamples:
-    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), nats.
+    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), in nats.
 
     The worst sequences are those with the largest |d| of a token; typical ones have a mean |d| closest to the median;
     random ones are the same in every call. The worst sequences of every step are added. In a large run, only some steps
@@ -207,10 +207,9 @@ INFINITE is either infinity."""
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats. Sums are over response tokens that count in the loss and have finite
-    logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
-    `visible`, but are not escaped for HTML.
-    """
+    d = logprob(a) - logprob(b) of the pair, in nats. Sums are over response tokens that count toward the loss and have
+    finite logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
+    `visible`, but are not escaped for HTML."""
 
     step: int
     seq_id: str
@@ -241,7 +240,7 @@ class TokenSample:
     """[T] int32 token ids."""
     texts: list[str]
     logprobs: Mapping[str, np.ndarray]
-    """[T] float32 by pass, nats, as recorded; NaN if missing."""
+    """[T] float32 by pass, in nats, as recorded; NaN if missing."""
     state: Mapping[str, np.ndarray]
     """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
@@ -249,7 +248,7 @@ class TokenSample:
     advantages: np.ndarray | None
     """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b or else pass a; NaN if missing, None if neither pass has it."""
+    """[T] float32, in nats, from pass b or else pass a; NaN if missing, None if neither pass has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

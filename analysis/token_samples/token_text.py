@@ -20,7 +20,7 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot produce huge texts."""
+"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot produce very long text."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -140,7 +140,7 @@ class _Document(msgspec.Struct):
 class Vocabulary:
     pieces: dict[int, str]
     added: dict[int, str]
-    """Texts of added tokens by id; these need no decoding."""
+    """Text of added tokens by id; it needs no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:

@@ -36,8 +36,8 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes, all or those in `of`, that have values in a column of scores. `first_use` reads only iteration
-    0."""
+    """Return the passes (those in `of`, by default all) that have values in a column of scores. With `first_use`, only
+    iteration 0 is read."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 

@@ -44,9 +44,9 @@ class Database:
 
         `traces` is one or more paths; one or more Sources, which were examined before and may have had files removed;
         or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
-        hyperparameters of earlier steps stay. `ray` is the address of a Ray cluster whose actors share the reading of
-        tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available; `views.open_database`
-        adds those of every feature.
+        hyperparameters of earlier steps are kept. `ray` is the address of a Ray cluster whose actors share the reading
+        of tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available;
+        `views.open_database` adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
@@ -66,7 +66,7 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Each function returns the error of a Python function that a query called, of which DuckDB keeps only the
+        """Functions that return the error raised by a Python function that a query called. DuckDB itself keeps only the
         message."""
         self._defined: set[str] = set()
         self.steps = steps
@@ -164,7 +164,7 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps again, of all traces or of one, to use sums stored in the meantime."""
+        """Open the same steps of one or all traces again, to use sums that were stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
@@ -196,7 +196,7 @@ class Database:
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return the rows of a query, bitwise the same in every call.
+        """Return the rows of a query, bitwise identical on every call.
 
         Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """

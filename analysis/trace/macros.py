@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words of queries that list tables, views or macros. Before such a query, every file with `is_listed` is defined."""
+"""A query with one of these words lists tables, views or macros, so every file with `is_listed` is run before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Return the files to run before a query with these words, dependencies first."""
+        """Return the files to run before a query that contains these words, dependencies first."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 

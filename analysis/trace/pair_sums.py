@@ -2,7 +2,7 @@
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise the same in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise identical in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -42,7 +42,7 @@ OF_PROBABILITIES = (
 )  # fmt: skip
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
+"""Run, step, and [T] float64 |d| of the tokens that count toward the loss and have finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
 
@@ -67,7 +67,7 @@ _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count in the loss and have a finite logprob in both passes."""
+    """Tokens that count toward the loss and have a finite logprob in both passes."""
 
     a_T: np.ndarray
     b_T: np.ndarray

@@ -28,7 +28,7 @@ ERROR = 2.0 ** -(BITS + 1)
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""From this many values on, counting in an array with one element per bin is faster than sorting."""
+"""With at least this many values, counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
 _GATHERED = 1 << 22
 """Once more values than this are gathered, equal ones are merged into one with a count."""

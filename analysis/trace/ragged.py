@@ -26,10 +26,11 @@ Block = tuple[slice, slice, np.ndarray]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     logprobs: dict[str, Array]
-    """[T] logprobs by pass, nats; NaN if missing."""
+    """[T] logprobs by pass, in nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the token counts in the loss, and every pass has a logprob for it; None if this is true of all tokens."""
+    """bool: the token counts toward the loss, and every pass has a logprob for it; None if this is true of all
+    tokens."""
     advantage_N: Array | None = None
     """One advantage per sequence; NaN if missing, None if not read."""
     advantage_T: Array | None = None
@@ -79,7 +80,7 @@ def tokens_of(
 ) -> Tokens:
     """Flatten Arrow lists, one per sequence. Each sequence is cut to the shortest of its passes' lists.
 
-    `mask` marks the tokens that count in the loss; an empty list means that all do. `advantages` has one list per
+    `mask` marks the tokens that count toward the loss; an empty list means that all do. `advantages` has one list per
     sequence, NaN beyond its end, which overrides the single value in `advantage`.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items()}
@@ -141,7 +142,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return a [T] bool mask of the tokens that count in the loss; None if all do."""
+    """Return a [T] bool mask of the tokens that count toward the loss; None if all do."""
     values, known_N = flat(mask)
     if not len(values):
         return None

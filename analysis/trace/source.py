@@ -46,7 +46,7 @@ class Source(Snapshot):
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
-            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a copy"
+            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a backup"
         )
 
     @property

@@ -70,9 +70,10 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to some steps; return these by run, and as SQL.
+        """Limit sequences, scores, logged values and contracts to the selected steps; return the steps by run, and as
+        SQL.
 
-        Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
+        Hyperparameters of earlier steps are kept, because they stay in effect until they are recorded again.
         """
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)

@@ -23,7 +23,7 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Terminal height, in lines, from which empty lines separate the sections."""
+"""Minimum terminal height, in lines, for empty lines between sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
 """Minimum number of rows per section, unless all sections must be cut below it to fit the screen."""
 _NOT_FINITE = "NaN/inf"

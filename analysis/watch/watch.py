@@ -46,7 +46,6 @@ class Watcher:
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Follow the run `run_id`, and discard everything read so far."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)

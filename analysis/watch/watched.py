@@ -36,7 +36,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched(Result):
-    """A view of a run at one moment of the recording."""
+    """A snapshot of a run at one point in its recording."""
 
     _text = "tim_trace.analysis.watch.screen:watched_text"
 

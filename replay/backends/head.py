@@ -22,7 +22,7 @@ class BatchScorer:
     """True if the recorded pass kept gradients, which affects the choice of kernels."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], in nats, of the batch's response tokens, row by row."""
         with torch.set_grad_enabled(self.grad_enabled):
             return self.logprobs(batch).detach()
 
@@ -48,7 +48,7 @@ class Head:
     """torch dtype of logits and everything computed from them; None for float32, or float64 after a float64 head."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return the log-probabilities [N], nats, of tokens `ids_N`, each given the hidden state before it."""
+        """Return the log-probabilities [N], in nats, of tokens `ids_N`, each given the hidden state before it."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -58,7 +58,7 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """Return the log-probabilities [C], nats, of tokens `ids_C`, computed in the dtype of the logits.
+        """Return the log-probabilities [C], in nats, of tokens `ids_C`, computed in the dtype of the logits.
 
         Overwrites the logits unless a backward pass needs them.
         """

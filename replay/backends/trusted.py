@@ -1,4 +1,4 @@
-"""What a trace may make a replay run: fixed lists of TRL functions, transformers models and torch names.
+"""The code that a trace can make a replay run: fixed lists of TRL functions, transformers models and torch names.
 
 A trace may come from an untrusted source. Any other code runs only if the user passes it with `--model-factory`.
 """

@@ -35,7 +35,7 @@ class LossRow:
     """[1] or [T] float32: one advantage per sequence, or one per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """[T] float32 logprobs by pass, nats; NaN where missing."""
+    """[T] float32 logprobs by pass, in nats; NaN where missing."""
 
     @property
     def place(self) -> Place:

@@ -30,7 +30,7 @@ _STEPS_OF_CODE = 4.0
 """Extra error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element. Such
 code may split sums, for example."""
 _ROWS = 64
-"""Number of queries whose attention scores are in memory at a time."""
+"""Number of queries whose attention scores are held in memory at once."""
 
 
 def unit(dtype: Any) -> float:
@@ -226,7 +226,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Bound the error of a linear layer or (if `slot` is above 0), to first order, of a router's scores."""
+    """Bound the error of a linear layer or, if `slot` is above 0, the error of a router's scores to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT

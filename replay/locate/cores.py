@@ -119,9 +119,9 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return, for each dimension [D] of the float64 model's queries and keys, its index in the execution's.
+    """Map each dimension [D] of the float64 model's queries and keys to the matching dimension in the execution.
 
-    None if the order is the same, or if no order fits.
+    Return None if the order is the same, or if no order fits.
 
     Attention scores do not depend on the order of dimensions, as long as queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.

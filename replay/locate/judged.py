@@ -18,7 +18,7 @@ TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
 _ORDERS = 10_000
-"""Number of orders reserved for each layer, more than any layer has operators."""
+"""Size of the range of order numbers reserved for each layer. No layer has this many operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference found minus exact."""
+    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference from the exact values."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

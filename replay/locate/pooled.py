@@ -14,7 +14,7 @@ from .judged import Judged
 CODE_DIFFERS = 4e-6
 """Maximum relative error of a token, in float64, at which a side's code is treated as equivalent to the recorded
 model's. Code that uses float32 internally stays below it."""
-_UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
+_UNDONE = "differs from the recorded model's code, but without effect: in float64 it gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
 """If more than this share of its elements differ, a tensor is treated as a different one, else as a modified one."""
 
@@ -34,7 +34,7 @@ class Pooled:
     """For each side, true if its code gives the same log-probabilities as the recorded model, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
-    """[T] log-probabilities of the response by side and sequence, nats."""
+    """[T] log-probabilities of the response by side and sequence, in nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
     """As in `Located.products`. A residual stream is judged in two places, whose errors are added up."""
     routers: dict[str, Router] = field(default_factory=dict)

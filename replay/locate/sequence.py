@@ -87,7 +87,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Return mean |train - rollout| by sequence, nats; empty unless the engine's logprobs were recorded."""
+    """Return mean |train - rollout| by sequence, in nats; empty unless the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):

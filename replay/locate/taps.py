@@ -32,9 +32,9 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has their rounded sum, though the exact one may be used."""
+    """True if the operator first adds two inputs. `takes` has their rounded sum, but the exact sum may be used."""
     is_other_code: bool = False
-    """True if the operator runs code other than the recorded model's, which may round at each step."""
+    """True if the operator does not run the recorded model's code. Its code may round at each step."""
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ def test_a_condition_says_what_fails():
 
 @pytest.mark.parametrize("text", ["k3>1", "tim.k3", "tim.k3=1", "tim.k3>", "tim.k3>x", "tim.k3>nan", "tim.>1", ""])
 def test_what_is_no_condition_is_refused(text):
-    with pytest.raises(InvalidOption, match="write check, or a metric and its bound"):
+    with pytest.raises(InvalidOption, match="use 'check', or a metric and a threshold"):
         parse_condition(text)
 
 
@@ -140,7 +140,10 @@ def test_the_interval_of_a_largest_value_ends_at_it(tmp_path):
     assert largest.high == largest.value == pytest.approx(0.2, rel=1e-6)
     # Of 20 sequences the top n are in no resample with a probability of (1 - n / 20)^20: 0.12 for 2, and 0.012 for 4.
     assert largest.low == pytest.approx(0.17, rel=1e-6)
-    assert (largest.verdict, largest.how.endswith("on the maximum: ends at the value")) == ("passed", True)
+    assert (largest.verdict, largest.how.endswith("for the maximum; the interval ends at the value")) == (
+        "passed",
+        True,
+    )
 
 
 def test_the_bootstrap_is_over_groups_and_not_over_sequences_or_tokens(tmp_path):

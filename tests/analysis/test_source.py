@@ -74,7 +74,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
     (sentence,) = info(str(trace)).damaged
     assert f"scores/{file.name}: has" in sentence
     assert "bytes, but its writer wrote" in sentence
-    assert "restore the file from a copy" in sentence
+    assert "restore the file from a backup" in sentence
     assert "(16 rows of steps 1 to 2)" in sentence
     check_readable(trace, 24, damaged=True)
 

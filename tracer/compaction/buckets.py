@@ -69,7 +69,9 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         where, reason = store.shown(entry.relative), first_line(error)
-        raise entry.file.error or DamagedTrace(f"{where}: cannot be read ({reason}); restore it from a copy") from error
+        raise entry.file.error or DamagedTrace(
+            f"{where}: cannot be read ({reason}); restore it from a backup"
+        ) from error
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:

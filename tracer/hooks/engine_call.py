@@ -112,7 +112,7 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Cut the engine's logprobs down to what the caller requested, in the container it requested."""
+    """Trim the engine's logprobs to those that the caller requested, in the requested container type."""
     most = requested.params.logprobs
     if most is None or logprobs is None:
         return None

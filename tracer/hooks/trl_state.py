@@ -26,7 +26,7 @@ from .session import Session
 @dataclass(slots=True, kw_only=True)
 class Scoring:
     logprobs: Any
-    """[rows, T] tensor, nats."""
+    """[rows, T] tensor, in nats."""
     entropy: Any
     """[rows, T] tensor; None if the call returned none."""
     is_reference: bool

@@ -216,7 +216,7 @@ class Forwards:
     number of rows in the pass, and the padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields numbers for this process's forward passes."""
+        """`numbers` yields the numbers to assign to this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}

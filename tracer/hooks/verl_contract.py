@@ -17,7 +17,7 @@ _ENGINE = (
     "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
     "reshard_after_forward",
 )  # fmt: skip
-"""Settings in a worker's engine configuration, FSDP or Megatron, that can change a logprob."""
+"""Settings in a worker's engine configuration (FSDP or Megatron) that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
 """verl's strategies that cast parameters to the forward pass's dtype."""

@@ -237,7 +237,6 @@ class WorkerHooks:
             self.session.note(_OTHER_STRATEGY.format(strategy))
 
     def _begin_training(self) -> None:
-        """Assign this worker's records to the driver's training attempt."""
         if not self._is_training:
             self._is_training = True
             self.session.begin_training()

@@ -170,8 +170,8 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only if one engine call returns exactly a process's rows, so not "
-                "with tools, several turns, or vLLM's tensor parallelism"
+                "rollout distributions are captured only if one engine call returns exactly a process's rows, which "
+                "rules out tools, multi-turn rollouts and vLLM's tensor parallelism"
             )
             return [False] * rows
         return [bool(keep) for keep in generation.captured]

@@ -36,7 +36,7 @@ class DumpFolder:
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
         """List the files below a folder, or take a single file. Raises ImportFailed.
 
-        Links out of the folder are not followed, and only regular files are opened.
+        Links that point outside the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
         if "://" in url:
@@ -62,12 +62,12 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for a link out of the folder or a file that is not regular."""
+        """Return a file's location. Raises ImportFailed for irregular files and links that point outside the folder."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path}: is a link out of the folder, and such links are not followed; import its target"
+                f"{path}: is a link that points outside the folder, and such links are not followed; import its target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """One part of a dump: what its reader needs, and what it reports back."""
+    """The input of the reader of one part of a dump, and what the reader reports back."""
 
     folder: DumpFolder
     part: Part

@@ -152,8 +152,8 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List the files at a path, folder or pattern, with metrics.* listed separately. Raises ImportFailed and
-        StorageError."""
+        """List the files at a path, in a folder or matching a pattern; metrics.* files are listed separately. Raises
+        ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)

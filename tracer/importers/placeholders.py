@@ -130,7 +130,7 @@ class ZeroLists:
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Count the values in lists of two or more zeros."""
+    """Count the values in lists that consist of two or more zeros."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0

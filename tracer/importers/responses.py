@@ -62,7 +62,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format of a server's responses, which are recognised by this key.
+    """Return the format of a server's responses. A response of this format is recognised by its key `key`.
 
     `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
     """

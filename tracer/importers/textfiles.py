@@ -41,7 +41,7 @@ def whole_content(path: Path, times: int = 2) -> bytes:
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
-    """Yield non-blank lines with their numbers, from 1. Raises ImportFailed for a line above MAX_LINE."""
+    """Yield non-blank lines with their numbers, from 1. Raises ImportFailed for a line longer than MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1

@@ -185,7 +185,6 @@ def _item_size(dtype: str | None) -> int:
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Split up a TensorDict that was saved as a single storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}

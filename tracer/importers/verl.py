@@ -124,7 +124,6 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Decode a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
     if len(batch) != 3 or not isinstance(batch[2], dict):
         raise NotPlain("its tensors have an unexpected form")
     plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}

@@ -51,7 +51,8 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Store the weights in a Hugging Face folder as a policy version, so that an imported dump can be replayed.
+    """Record the weights from a Hugging Face model folder as a policy version, so that an imported dump can be
+    replayed.
 
     `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be one of
     transformers' own classes, because code in the folder is never run. The model's config is stored with the weights,
@@ -123,7 +124,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
         raise WeightsMissing(
-            f"{path / 'config.json'}: cannot be read ({first_line(error)}); restore it from a copy"
+            f"{path / 'config.json'}: cannot be read ({first_line(error)}); restore it from a backup"
         ) from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
@@ -139,7 +140,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
             output_loading_info=True,
         )  # fmt: skip
     except Exception as error:
-        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
+        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a backup") from error
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
@@ -196,7 +197,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     for known in snapshot.writers:
         if known.model.get("adapters"):
             raise InvalidOption(
-                f"{where}: was recorded with adapters, whose weights a single model's folder does not contain"
+                f"{where}: was recorded with adapters, and a single model folder does not include adapter weights"
             )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):

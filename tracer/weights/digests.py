@@ -136,7 +136,6 @@ def _odd_numbers(device: Any) -> Any:
 
 
 def _shifted(z: Any, places: int) -> Any:
-    """Shift int64 right logically, as if it were unsigned."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -75,7 +75,7 @@ class WeightReader:
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """A sentence about a damaged or missing part, by (version, attempt)."""
+        """(version, attempt) -> a sentence that describes the damaged or missing part."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
         """Version and bits of chunks in memory, by (segment, dtype, chunk): those of one version, or only the last one.
@@ -95,7 +95,7 @@ class WeightReader:
             for path in state.files:
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
-                    self._note_lost(name, f"{store.shown(path)}: is missing; restore the file from a copy", state)
+                    self._note_lost(name, f"{store.shown(path)}: is missing; restore the file from a backup", state)
 
     def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState]) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
@@ -111,7 +111,7 @@ class WeightReader:
         writer = known.get(segment.writer)
         if writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
-            told = f"{state}: is missing or damaged, so {where} is ignored; restore it from a copy"
+            told = f"{state}: is missing or damaged, so {where} is ignored; restore it from a backup"
             self._note_lost(name, told, None)
             return
         self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
@@ -180,7 +180,7 @@ class WeightReader:
                 raise
             raise DamagedTrace(
                 f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not match ({first_line(error)}); restore "
-                "the folder from a copy"
+                "the folder from a backup"
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
@@ -221,7 +221,7 @@ class WeightReader:
                 held = ", ".join(sorted(record.segment for record in parts))
                 raise WeightsMissing(
                     f"{self.store.url}: version {parts[0].version}: {name} has only {count:,} of {math.prod(shape):,} "
-                    f"elements, because some writers' files are missing (found: {held}); restore them from a copy"
+                    f"elements, because some writers' files are missing (found: {held}); restore them from a backup"
                 )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}
@@ -255,7 +255,7 @@ class WeightReader:
             self._read(step, tensor)  # raises an error that names the first version with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
-            "(hash mismatch); restore the folder from a copy"
+            "(hash mismatch); restore the folder from a backup"
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
@@ -325,7 +325,7 @@ class WeightReader:
             if parent >= path[-1].row:
                 raise DamagedTrace(
                     f"{self._shown(record)}: version {path[-1].version} is recorded as a change to row {parent}, "
-                    "which does not come before it; restore the folder from a copy"
+                    "which does not come before it; restore the folder from a backup"
                 )
             path.append(by_row[parent])
             parent = path[-1].parent_row
@@ -340,7 +340,7 @@ class WeightReader:
                 if dtype not in counts:
                     raise DamagedTrace(
                         f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array; "
-                        "restore it from a copy"
+                        "restore it from a backup"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)

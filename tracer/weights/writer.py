@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change; more while the deltas total less than the keyframe."""
+"""Number of versions per segment if many elements change; more as long as the deltas total less than the keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
@@ -49,7 +49,8 @@ STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r. Any version can thus be
 rebuilt from few rows."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares since the keyframe. Above it, applying changes is slower than reading a keyframe."""
+"""Maximum sum, over the versions since the keyframe, of the share of elements that changed. Above it, applying changes
+is slower than reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
 """Maximum size of a version that is copied through pinned memory. For larger versions, the caller waits."""

@@ -17,7 +17,7 @@ from .engine import is_farther_behind, weighs
 _SAME = 1e-5
 """Relative difference up to which two logged numbers are equal."""
 _SHOWS = 1e-4
-"""Policy change per update, in nats per token, from which a loss term shows in the gradient norm."""
+"""Minimum policy change per update, in nats per token, for a loss term to be visible in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:

@@ -129,10 +129,12 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:
-    """Return the lag of the sampling weights, in updates, at the onset and while the run still learned; 0 if unknown.
+    """Return the lag of the sampling weights, in updates, at the onset and while the run was still learning; 0 if
+    unknown.
 
-    At the onset, it is the largest running median over a tenth of the run. While the run learned, it is the median
-    before the onset or, if the onset is in the first tenth of the run, until a good part of the outcome is lost.
+    At the onset, it is the largest running median over a tenth of the run. While the run was learning, it
+    is the median before the onset or, if the onset is in the first tenth of the run, the median until a substantial
+    part of the outcome is lost.
     """
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)

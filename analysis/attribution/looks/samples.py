@@ -156,11 +156,11 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""By series, the size of a change that counts one half, regardless of scatter."""
+"""Series -> size of a change whose strength is halved, because a change this small hardly matters."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """The clearest change in the prompts. It counts more if several series of prompts change at the same step."""
+    """Yield the clearest change in the prompts, with more weight if several of their series change at the same step."""
     found = []
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:

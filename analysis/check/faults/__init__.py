@@ -53,7 +53,7 @@ def evidence_text(finding: Finding) -> str:
         text += f"; only {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences are affected{which}"
     if "within_feature" in finding.numbers:
         where = {name: finding.numbers.get(f"within_{name}") for name in ("feature", "kind", "values")}
-        text += f"; the tokens among these that exceed rounding are {where_text(where)}"
+        text += f"; the tokens among these that rounding cannot explain are {where_text(where)}"
     if "behind" in finding.numbers:
         text += f"; visible only after correcting for: {TITLES[str(finding.numbers['behind'])]}"
     return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text

@@ -53,7 +53,7 @@ CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, for reporting which side's weights are behind."""
 CLEAR_FADE = 4.0
 """Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45
-runs with stale or quantised weights that this bound was chosen on, the decline is at most 2.7."""
+runs with stale or quantised weights that were used to choose this bound, the decline is at most 2.7."""
 TAIL_RATIO = 10.0
 """Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches 6 to 8."""
 
@@ -283,7 +283,7 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch depends on things that rounding does not depend on.
+    """Return True if the mismatch correlates with factors that do not affect rounding.
 
     The model is fitted to whole runs, so it is not applied to part of a run.
     """
@@ -448,7 +448,7 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which on `rows` contains every sequence and before which it contains none, or None."""
+    """Return the step from which on `rows` contains every sequence, if it contains none before; otherwise None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

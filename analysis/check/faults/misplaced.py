@@ -21,9 +21,9 @@ from ..pair_data import PairData, allowed_noise, once
 from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when rows are compared, nats, even if one side considers the token impossible."""
+"""Maximum cost of a token when rows are compared, in nats, even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| of a row, nats, for it to be compared with other rows or positions."""
+"""Minimum mean |d| of a row, in nats, for it to be compared with other rows or positions."""
 MIN_SHIFTED = 0.6
 """Minimum share of the mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its
 length cannot be realigned."""
@@ -32,7 +32,7 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens. If positive, the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
+"""Cost, in nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
@@ -106,7 +106,7 @@ SHIFT = Fault(
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
-        "have moved up, and the end of the row is filled with {filler:g}",
+        "moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
 )  # fmt: skip

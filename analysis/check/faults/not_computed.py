@@ -26,7 +26,7 @@ _SHARED_FACTOR = 10
 _REPEATED_FACTOR = 3
 """The same factor for a value in one pass only."""
 _WINDOW_NATS = 0.05
-"""Maximum distance of nearby values from a constant, nats. They show how often a value repeats by chance."""
+"""Maximum distance of nearby values from a constant, in nats. They show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
 """Minimum number of logprobs below -1e-3 nats, all bitwise equal, for a row to be considered copied."""
 COPIED_BY_CHANCE = 1e-4
@@ -114,7 +114,7 @@ EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL, NaN and infinite logprobs: at an end of sequences a sign of truncation, elsewhere of lost values.
+    """Detect NULL, NaN and infinite logprobs. At the ends of sequences they indicate truncation, elsewhere lost values.
 
     A NULL is reported only if the other pass has a value. NaN and infinity are always reported, even at steps that are
     not inspected, because the logprob of a sampled token is finite.
@@ -331,7 +331,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many of the tokens `where` would share the value without a fault, at least 1."""
+    """Return how many of the tokens `where` would have this value by chance; at least 1."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy
         # is that of the unfiltered distribution.

@@ -165,7 +165,7 @@ class ScaleFit:
     score: float
     """Distance of the scale from 1, in standard errors."""
     residual: np.ndarray
-    """[K] part of d that the scale does not explain, nats; NaN where it predicts nothing."""
+    """[K] part of d that the scale does not explain, in nats; NaN where it predicts nothing."""
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
@@ -346,7 +346,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this, nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
+"""Values below this, in nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
 1e-35."""
 
 
@@ -504,10 +504,10 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 # --- Shifted logits
 
 MIN_SIGNS = 0.97
-"""Minimum share of the mismatched tokens whose d has the sign that a bias would cause. By chance, half of them do."""
+"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half of them agree."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ, it
-leaves more."""
+"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ,
+more is left unexplained."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the difference in log-odds that earlier occurrences must explain, and minimum significance of their
 effect, in standard errors."""

@@ -27,7 +27,7 @@ from ..pair_data import (
 )
 
 MAX_LOGPROB = 1e-4
-"""Maximum value of a logprob, nats: rounding in a float32 softmax can give up to 1e-6."""
+"""Maximum value of a logprob, in nats: rounding in a float32 softmax can give up to 1e-6."""
 _FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
 """Unit -> factor by which logprobs in nats are multiplied."""
 _PROBABILITIES = {
@@ -227,7 +227,7 @@ def _wrong_sides(data: PairData) -> str:
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
-"""Unit, values converted to nats, fitted numbers, and the cost of the parameters, nats."""
+"""Unit, values converted to nats, fitted numbers, and the cost of the parameters, in nats."""
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
@@ -326,7 +326,7 @@ def _rms(d: np.ndarray) -> float:
 
 
 def _typical(d: np.ndarray) -> float:
-    """Return the mean of |d| without its largest tenth, nats."""
+    """Return the mean of |d| without its largest tenth, in nats."""
     least = max(int(len(d) * 0.9), 1)
     return float(np.mean(np.partition(np.abs(d), least - 1)[:least])) if len(d) else 0.0
 
@@ -468,7 +468,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation of the passes within token ids; None if too few repeat or vary beyond rounding."""
+    """Return the rank correlation of the passes within token ids; None if too few ids
+    repeat or vary by more than rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:

@@ -18,8 +18,8 @@ from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, l
 CLEAR_GROWTH = 5.0
 """Minimum factor by which the mismatch must have grown since the run's first step to report stale weights."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between mismatch and advantage of a sequence, in standard errors and in absolute terms, for
-reporting that one side was scored after the update."""
+"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and in absolute terms, to
+report that one side was scored after the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 

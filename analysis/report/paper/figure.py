@@ -32,7 +32,7 @@ WIDTHS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Width of a single figure (one column) and of the run overview (full text width), in inches."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch; font size of tick labels and legends, in points (all other text has 8)."""
+"""Dots per inch; font size of tick labels and legends, in points (all other text is 8 pt)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Because 5 patterns and 8 colours have no common divisor, the first 40 lines all look different."""
 _SETTINGS = {

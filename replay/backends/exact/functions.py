@@ -107,7 +107,8 @@ class Precision:
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
-        """Round to the dtype of norms, routing and logits in transformers: float32, or float64 for a float64 model."""
+        """Round to the dtype in which transformers computes norms, routing and logits: float64 for a float64 model,
+        else float32."""
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 

@@ -149,7 +149,7 @@ class ExactHead:
         self._precision, self._temperature = precision, temperature
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
-        """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
+        """Return the log-probabilities [M], in nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
         parts = [hidden_MH.new_zeros(0)]
         for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):

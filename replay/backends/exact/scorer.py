@@ -25,7 +25,7 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Gives a token the same bits whatever the batch, padding, chunking and number of threads.
+    """Gives a token the same bits for any batch, padding, chunking and number of threads.
 
     Positions count only a row's own tokens, so padding does not shift them.
     """
