@@ -884,10 +884,10 @@ def _compared(
     distance = np.abs(value - mean[ends])
     nearest = np.minimum(distance, np.abs(value - since_last))
     off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
-    is_change = off.argmax() >= 2 and bool(off[off.argmax() :].all())
-    is_sample = 2 * int(off.sum()) >= len(off) and not is_change
+    at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
+    is_sample = most and not (at_end and off.argmax() >= 2)
     # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
-    if is_change or is_sample or not off[off.argmax() :].all():
+    if most or not at_end:
         off &= nearest > np.maximum(errors, errors.mean())[ends]
     return _Logged(name=name, later=later, ends=ends, value=value, distance=distance, off=off, is_sample=is_sample)
 
