@@ -140,7 +140,7 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """Return SQL that counts the lower bounds a value reaches plus the upper bounds it exceeds."""
+    """Return SQL for the number of lower bounds that are at most `value`, plus the number of upper bounds below it."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"

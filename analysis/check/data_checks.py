@@ -221,8 +221,8 @@ class _Run:
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step from which most steps are affected or, for a temporary fault, the first affected step; None
-        if that is the first step of the run."""
+        """Return the step after which most steps are affected (or, for a temporary fault, the first affected step), or
+        None if that is the first step of the run."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())

@@ -226,7 +226,8 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Mark a finding as seen only after correcting for `behind`; drop its command, which reads the original trace."""
+    """Label a finding as visible only once `behind` has been corrected for. Its command would read the original trace, so
+    it is dropped."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 

@@ -122,7 +122,7 @@ class Diagnosis(Result):
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump of the mismatch that no recorded setting explains; None if the comparison is not valid."""
+        """Largest jump in the mismatch that no recorded setting explains; None if the comparison is not valid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property

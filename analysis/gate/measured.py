@@ -61,7 +61,7 @@ _BOUNDS = {
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""Metrics of source `tim` that exist only per step and are not columns of `stats`."""
+"""Metrics from source `tim` that exist only per step, so `stats` has no column for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ RUN_OF_FOLDER = "tim_trace_run"
 class Source(Snapshot):
     run: str
     newest: dict[int, int] = field(default_factory=dict)
-    """Last training attempt of each step; empty if the run was never resumed."""
+    """Last training attempt at each step; empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
     """Valid files of stored sums, by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)

@@ -267,9 +267,9 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store the sums of each sequence for a pair next to the scores, so that statistics need not read tokens.
+    """Store a pair's sums of each sequence next to the scores, so that statistics can be computed without the tokens.
 
-    Returns True if sums were written. Nothing is written if they exist, or if the trace is live or read-only.
+    Returns True if sums were written. Nothing is written if they already exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)

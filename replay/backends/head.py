@@ -14,7 +14,7 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Limit on the bytes of logits in memory at a time."""
+"""Maximum number of bytes of logits to hold in memory at once."""
 
 
 class BatchScorer:

@@ -71,7 +71,7 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device. A model that does not fit on one GPU is split by layer over all of them."""
+    """Move the model to the device. A model too large for one GPU is split by layer across all GPUs."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:

@@ -1,4 +1,4 @@
-"""Arms of `gradient`: changes to the model's passes, to the logprobs in the loss's ratios, and to the correction."""
+"""Arms of `gradient`: changes to the forward passes, to the logprobs used in the loss, and to the correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the core of an attention layer with float64: queries, keys, values and output.
+"""Compare the core of an attention layer (queries, keys, values and output) with a float64 reference.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """

@@ -36,7 +36,7 @@ _NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights s
 
 
 class VerlEngineWeights(EngineWeights):
-    """Compares the weights of one verl worker with its engine's. Weights are read only during transfers."""
+    """Compares one verl worker's weights with those of its engine, during weight transfers only."""
 
     def __init__(self, session: Session):
         super().__init__(session)

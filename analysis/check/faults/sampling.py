@@ -275,7 +275,7 @@ def _scale(
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
     """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if there are too few tokens.
 
-    It is fitted to differences between tokens of one context, in which the normaliser cancels.
+    The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out.
     """
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
