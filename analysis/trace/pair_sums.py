@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import duckdb
@@ -141,57 +140,34 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, or in `names`. `starts_B` has the index of each sequence's first token."""
-    of = _Differences(a_T, b_T, starts_B)
-    made: dict[str, Array] = {}
-    for name in names:
-        if name == "peak_d":
-            made[name] = of.peak_B
-        elif name in _LARGEST:
-            made[name] = np.maximum.reduceat(_LARGEST[name](of), starts_B)
-        else:
-            made[name] = np.add.reduceat(_SUMMED[name](of), starts_B)
-    return made
+    """Return the [B] sums in OF_DIFFERENCES, or those in `names`. A sequence begins at its index in `starts_B`."""
+    # Computed at once, because cached properties would take turns in threads.
+    d_T, asked = a_T - b_T, frozenset(names)
+    size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
+    growth_T = weight_T = prob_diff_T = d_T
+    if asked & _OF_GROWTH:
+        growth_T = np.expm1(d_T)
+    if asked & _OF_WEIGHTS:
+        weight_T = np.exp(d_T - repeated(peak_B, starts_B, len(d_T)))
+    if asked & _OF_PROB_DIFF:
+        prob_diff_T = prob_differences(a_T, b_T, growth_T)
+    terms: dict[str, Callable[[], Array]] = {
+        "sum_d": lambda: d_T, "sum_abs_d": lambda: size_T, "sum_d2": lambda: d_T * d_T,
+        "sum_k3": lambda: expm1_minus(d_T, growth_T), "sum_expm1_d": lambda: growth_T,
+        "sum_expm1_2d": lambda: growth_T * (growth_T + 2), "sum_weight": lambda: weight_T,
+        "sum_weight2": lambda: weight_T * weight_T,
+        "num_outside": lambda: ((d_T < _LOWER) | (d_T > _UPPER)).astype(np.float64),
+        "sum_prob_diff": lambda: prob_diff_T, SUM_EXP_ABS_D: lambda: np.exp(np.minimum(size_T, -_TINY)),
+    }  # fmt: skip
+    sums = {name: np.add.reduceat(term(), starts_B) for name, term in terms.items() if name in asked}
+    largest = {"max_abs_d": size_T, "max_prob_diff": prob_diff_T}
+    sums |= {name: np.maximum.reduceat(term_T, starts_B) for name, term_T in largest.items() if name in asked}
+    return sums | ({"peak_d": peak_B} if "peak_d" in asked else {})
 
 
-class _Differences:
-    """Values of each token that go into the sums, each computed when it is first needed."""
-
-    def __init__(self, a_T: Array, b_T: Array, starts_B: np.ndarray):
-        self.a_T, self.b_T, self.starts_B, self.d_T = a_T, b_T, starts_B, a_T - b_T
-
-    @cached_property
-    def size_T(self) -> Array:
-        return np.abs(self.d_T)
-
-    @cached_property
-    def peak_B(self) -> Array:
-        return np.asarray(np.maximum.reduceat(self.d_T, self.starts_B))
-
-    @cached_property
-    def growth_T(self) -> Array:
-        return np.expm1(self.d_T)
-
-    @cached_property
-    def weight_T(self) -> Array:
-        return np.exp(self.d_T - repeated(self.peak_B, self.starts_B, len(self.d_T)))
-
-    @cached_property
-    def prob_diff_T(self) -> Array:
-        return prob_differences(self.a_T, self.b_T, self.growth_T)
-
-
-_SUMMED: dict[str, Callable[[_Differences], Array]] = {
-    "sum_d": lambda of: of.d_T, "sum_abs_d": lambda of: of.size_T, "sum_d2": lambda of: of.d_T * of.d_T,
-    "sum_k3": lambda of: expm1_minus(of.d_T, of.growth_T), "sum_expm1_d": lambda of: of.growth_T,
-    "sum_expm1_2d": lambda of: of.growth_T * (of.growth_T + 2), "sum_weight": lambda of: of.weight_T,
-    "sum_weight2": lambda of: of.weight_T * of.weight_T,
-    "num_outside": lambda of: ((of.d_T < _LOWER) | (of.d_T > _UPPER)).astype(np.float64),
-    "sum_prob_diff": lambda of: of.prob_diff_T, SUM_EXP_ABS_D: lambda of: np.exp(np.minimum(of.size_T, -_TINY)),
-}  # fmt: skip
-_LARGEST: dict[str, Callable[[_Differences], Array]] = {
-    "max_abs_d": lambda of: of.size_T, "max_prob_diff": lambda of: of.prob_diff_T,
-}  # fmt: skip
+_OF_PROB_DIFF = frozenset(("sum_prob_diff", "max_prob_diff"))
+_OF_GROWTH = frozenset(("sum_k3", "sum_expm1_d", "sum_expm1_2d")) | _OF_PROB_DIFF
+_OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:

@@ -28,10 +28,11 @@ from tim_trace import cli
 from tim_trace.analysis.check.check import CheckResult, check, gather, read_pair_sums
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
 from tim_trace.analysis.check.faults.not_computed import EQUAL
-from tim_trace.analysis.check.features import along_movement, error_structure, variance_between
+from tim_trace.analysis.check.features import along_movement, error_structure, features, variance_between
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.pair_data import PairData, dtype_of, precisions, value_precision
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
+from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES, difference_sums
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -689,3 +690,44 @@ def test_of_equally_frequent_contracts_the_first_counts():
             seq=np.arange(5),
         )
         assert PairData.contract(data, "a") == {"name": one}
+
+
+def test_rounding_above_its_usual_level_says_so():
+    numbers = {
+        "level": 0.2,
+        "allowed": 0.1,
+        "most": 0.25,
+        "a": "train",
+        "b": "rollout",
+        "dtype_a": None,
+        "dtype_b": None,
+    }
+    usual = Finding(code="rounding", signal="rounding", effect=0.1, share=1.0, numbers=numbers | {"level": 0.05})
+    high = replace(usual, numbers=numbers | {"cause": "high"})
+    assert "0.05 nats rms; rounding in unknown dtypes usually causes at most 0.1" in evidence_text(usual)
+    assert "0.2 nats rms, more than the 0.1" in evidence_text(high)
+    assert "but less than 0.25" in evidence_text(high)
+
+
+def test_bigrams_that_hardly_repeat_say_nothing(tmp_path):
+    draw = np.random.default_rng(0)
+    ids = draw.permutation(100_000)[:2000].reshape(20, 100)
+    ids[1, :3] = ids[0, :3]
+    rollout = -draw.exponential(1.0, ids.shape).astype(np.float32)
+    with Recorder(tmp_path / "trace") as recorder:
+        for step in (1, 2):
+            batch = recorder.add_sequences(step=step, response_ids=ids[10 * (step - 1) :][:10])
+            for name, noise in (("rollout", 0.0), ("train", 0.01)):
+                values = rollout[10 * (step - 1) :][:10] + draw.normal(0, 1, (10, 100)) * noise
+                recorder.add_scores(name, batch, logprobs=np.minimum(values, 0).astype(np.float32))
+    database = open_database(tmp_path / "trace")
+    assert features(gather(database, ("train", "rollout"), trace="trace"))["bigram"] == 0.0
+
+
+@pytest.mark.parametrize("name", OF_DIFFERENCES)
+def test_a_sum_is_bitwise_the_same_alone_and_with_the_others(name):
+    draw = np.random.default_rng(1)
+    a, b, starts = -draw.exponential(1, 50), -draw.exponential(1, 50), np.array([0, 7, 30])
+    alone, together = difference_sums(a, b, starts, [name]), difference_sums(a, b, starts)
+    assert list(alone) == [name]
+    assert alone[name].tobytes() == together[name].tobytes()

@@ -461,15 +461,21 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
     if n.get("cause") != "high":
-        return {"bound_text": f"; rounding in {dtypes} usually causes at most {usual}"}
-    most = f"{n['most']:.2g}, which one healthy run in 100 exceeds"
-    return {"bound_text": f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"}
+        return {
+            "level_text": f"{n['level']:.2g}",
+            "bound_text": f"; rounding in {dtypes} usually causes at most {usual}",
+        }
+    most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
+    return {
+        "level_text": f"{n['level']:.4g}",  # it may be close to `most`
+        "bound_text": f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}",
+    }
 
 
 ROUNDING = Fault(
     code="rounding", title="rounding at the expected level", broken=None,
     evidence={
-        "rounding": "the logits differ by {level:.2g} nats rms{bound_text}, and no single token differs by more than rounding"
+        "rounding": "the logits differ by {level_text} nats rms{bound_text}, and no single token differs by more than rounding"
     },
     words={"rounding": _bound},
     causes={"high": "probably rounding, at an unusually high level"},
