@@ -131,10 +131,8 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    step_T = np.repeat(place_N, sums["num_tokens"].astype(np.int64))
-    abs_d_T = np.concatenate([batch.abs_d_T for batch in batches])[np.argsort(step_T, kind="stable")]
-    of_steps = np.split(abs_d_T, np.cumsum(n).astype(np.int64)[:-1])[: len(steps)]
-    p99 = [np.quantile(part, 0.99, overwrite_input=True) for part in of_steps]
+    sizes = _sizes(batches)
+    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
@@ -148,6 +146,18 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows
+
+
+def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
+    """Return |d| of each step's tokens, one array per batch."""
+    parts: dict[int, list[Array]] = {}
+    for batch in batches:
+        ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
+        # Index of the last sequence in each stretch of one step.
+        last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
+        for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
+            parts.setdefault(step, []).append(sizes)
+    return parts
 
 
 def _used_once(database: Database, pair: Pair) -> bool:

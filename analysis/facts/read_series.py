@@ -266,13 +266,16 @@ def read_logged(database: Database, run: str) -> list[Series]:
     chosen = _chosen(database, run)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
-    found = []
-    for series, name in chosen.items():
-        if of_name := [row for row in rows if row[1] == name]:
-            steps, _, values, num_not_finite = (np.array(column) for column in zip(*of_name, strict=True))
-            not_finite, values = steps[num_not_finite > 0], values.astype(float)  # None becomes NaN
-            found.append(named(series, steps.astype(np.int64), values, f"logged as {name}", not_finite, name))
-    return found
+    by_name: dict[str, list[tuple[int, float, int]]] = {}
+    for step, name, value, num_not_finite in rows:
+        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
+    return [_column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name]
+
+
+def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
+    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
+    not_finite = steps[num_not_finite > 0]
+    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
