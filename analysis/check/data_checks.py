@@ -121,7 +121,7 @@ _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
     "advantages_vary": {"advantages_misplaced"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
-    "rows_lost": {"not_finite"},
+    "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
 """Finding -> findings that explain it; it is then left out."""
 _LOST = "coalesce(NOT isfinite({}), false)"
@@ -164,6 +164,8 @@ _OF_OWN = {
 """Rules under which the advantages of a group still sum to about 0 -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
+_IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
+_IS_OFF = re.compile(r"^(batch|none|false|0\.0)$", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
 _WEIGHT = re.compile(r"([\w./-]+)\W+(-?\d+\.?\d*(?:e-?\d+)?)")
@@ -220,6 +222,11 @@ class _Run:
         read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
+    def setting(self, name: re.Pattern[str], value: re.Pattern[str]) -> str:
+        """Return the first setting with a matching name and value, as `name = value`; empty if there is none."""
+        given = ((key, str(each)) for key, each in self.settings.items())
+        return next((f"{key} = {each}" for key, each in given if name.search(key) and value.search(each)), "")
+
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
         """Return the step after which most steps are affected (or, for a temporary fault, the first affected step), or
         None if that is the first step of the run."""
@@ -243,17 +250,11 @@ def _values(run: _Run) -> Iterator[DataFinding]:
         if 2 * misplaced.sum() > max(by_token.sum(), 8):
             numbers: Numbers = {"num": int(misplaced.sum()), "end": end, "zeros": float(zeros[misplaced].mean())}
             yield run.finding("advantages_misplaced", misplaced, at, _BY_ROW, numbers)
-    declared = next(
-        (
-            f"{name} = {value}"
-            for name, value in run.settings.items()
-            if _IS_ALGORITHM.search(name) and _NAMES_GROUP.search(str(value))
-        ),
-        "",
-    )
+    declared = run.setting(_IS_ALGORITHM, _NAMES_GROUP)
     if declared and (vary := rows["is_per_token"]).any():
         yield run.finding("advantages_vary", vary, at, _BY_ROW, {"num": int(vary.sum()), "setting": declared})
     yield from _constant_rewards(run)
+    yield from _rewards_by_prompt(run)
     rewards = rows["reward"][np.isfinite(rows["reward"])]
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of the
     # rewards.
@@ -267,7 +268,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
 
 
 def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards that are equal in the whole run, from a step on, or within every group."""
+    """Find rewards that are equal in the whole run or from a step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if known.sum() < 8:
@@ -287,7 +288,15 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
     if value < rewards[known].max() and num_later * np.log(usual) < np.log(1e-6):
         numbers: Numbers = {"value": value, "after": f" from step {run.steps[at[later].min()]} on"}
         yield run.finding("rewards_constant", later, at, _BY_STEP, numbers)
+
+
+def _rewards_by_prompt(run: _Run) -> Iterator[DataFinding]:
+    """Find rewards that are equal within every group, in the whole run or from a step on, although responses differ."""
+    rewards, at = run.rows["reward"], run.at
+    known = np.isfinite(rewards)
+    if known.sum() < 8:
         return
+    inspected, response = run.responses
     asked = known & inspected & (run.labels > 0)
     if not asked.any():
         return
@@ -396,7 +405,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         **{key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")},
         "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()), "explanation": name,
     }  # fmt: skip
-    if correlation < -0.95 and correlation + error < 0:
+    if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield found("advantages_inverted", off, numbers)
     elif name == BATCH:
         # Where groups have one mean, both rules fit.
@@ -416,8 +425,6 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         yield found(
             "rewards_of_other_rows" if name.startswith(("rewards", "the rewards")) else "baseline", off, numbers
         )
-    elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
-        yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield found("advantages_unrelated", off, numbers)
     elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change during the run
@@ -426,26 +433,20 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
 def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> Iterator[DataFinding]:
     """Compare the recorded setting with whether advantages are divided by the group's standard deviation."""
-    name, value = next(((name, str(value)) for name, value in run.settings.items() if _DIVIDES.search(name)), ("", ""))
-    declared = {"group": True, "true": True, "1.0": True, "batch": False, "none": False, "false": False, "0.0": False}
-    if value.lower() not in declared:
+    divides, keeps = run.setting(_DIVIDES, _IS_ON), run.setting(_DIVIDES, _IS_OFF)
+    if not divides and not keeps:
         return
-    centred = r - mean_of(group, r)
-    spread = np.sqrt(mean_of(group, centred**2))
-    divided = centred / np.where(spread > 1e-6 * np.abs(r).max(), spread, np.nan)
+    centred, divided = _normalised(r, group, np.abs(r).max())
     centred = np.where(np.isfinite(divided), centred, np.nan)
-    is_divided = np.zeros(at.max() + 1)
+    is_wrong, is_right = (np.zeros(at.max() + 1, bool) for _ in range(2))
     for step, part in _parts(at):
         fits = [_fit(given[part], a[part]) for given in (centred, divided)]
         if max(fits) > 0.999 and min(fits) < 0.99:
-            is_divided[step] = 1 if fits[1] > fits[0] else -1
-    if (is_divided < 0 if declared[value.lower()] else is_divided > 0).sum() > 0.9 * (is_divided != 0).sum() > 0:
-        wrong = (is_divided[at] < 0) if declared[value.lower()] else is_divided[at] > 0
-        numbers: Numbers = {
-            "setting": f"{name} = {value}",
-            "rule": "not divided" if declared[value.lower()] else "divided",
-        }
-        yield run.finding("advantages_unlike_settings", wrong, at, _BY_GROUP, numbers)
+            is_divided = fits[1] > fits[0]
+            is_wrong[step], is_right[step] = is_divided != bool(divides), is_divided == bool(divides)
+    if is_wrong.any() and is_wrong.sum() > 9 * is_right.sum():
+        numbers: Numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
+        yield run.finding("advantages_unlike_settings", is_wrong[at], at, _BY_GROUP, numbers)
 
 
 def _rules(
@@ -645,9 +646,7 @@ def _others(
     """Return the advantages that each rule gives, raw and normalised, by rule."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
-        centred = rewards - mean_of(label, rewards)
-        size = np.sqrt(mean_of(label, centred**2))
-        return [centred, centred / np.where(size > 1e-6 * np.abs(r).max(), size, np.nan)]
+        return _normalised(rewards, label, np.abs(r).max())
 
     means, n, order = np.bincount(g, r) / np.bincount(g), np.median(count_of(g)), np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
@@ -678,6 +677,14 @@ def _others(
     for by in (1, -1, 2, -2, 3, -3, 4, -4):
         rules[f"rewards {abs(by)} rows {'later' if by > 0 else 'earlier'}"] = normalised(np.roll(r, -by), g)
     return rules
+
+
+def _normalised(rewards: np.ndarray, group: np.ndarray, largest: float) -> list[np.ndarray]:
+    """Return the rewards minus their group's mean, and these divided by the group's standard deviation, [N] each; the
+    latter are NaN if that deviation is only rounding of a reward of size `largest`."""
+    centred = rewards - mean_of(group, rewards)
+    size = np.sqrt(mean_of(group, centred**2))
+    return [centred, centred / np.where(size > 1e-6 * largest, size, np.nan)]
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
@@ -770,7 +777,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
             explanation = (
                 f"with {move}, only {left[move]:,} do"
                 if is_moved
-                else "no shift of the rewards explains them: the reward is random, or belongs to other rows"
+                else "no shift of the rewards explains this: the reward is random, or belongs to other rows"
             )
             numbers: Numbers = {"num": num, "num_pairs": int(asked.sum()), "explanation": explanation}
             yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers, notice=not is_moved)
@@ -814,13 +821,9 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             yield run.finding("metric_late", np.ones(len(at), bool), at, _BY_STEP, numbers, notice=True)
             continue
         explained = (
-            (
-                each,
-                _logged_of(
-                    run, column, each.value[each.asked], mean[each.ends[each.asked]], steps[each.ends[each.asked]]
-                ),
-            )
+            (each, _logged_of(run, column, each.value[each.asked], mean[ends], steps[ends]))
             for each in own
+            if len(ends := each.ends[each.asked])
         )
         other, of = next((pair for pair in explained if pair[1]), (None, ""))
         if other is not None:
@@ -854,7 +857,7 @@ class _Logged:
 
     @property
     def asked(self) -> np.ndarray:
-        """[E] bool: the steps to explain, which are all of them if other rows were averaged."""
+        """[E] bool: the steps whose value has to be explained."""
         return self.distance > 0 if self.is_sample else self.off
 
     def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:

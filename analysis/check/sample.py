@@ -77,7 +77,7 @@ def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEED
     """Read the sums stored in the trace, or compute them from the tokens. If there is a cluster, it first computes and
     stores them.
 
-    `names` are columns of schemas.sums, starting with NEEDED_SUMS.
+    `names` are columns of schemas.sums, starting with NEEDED_SUMS, or SUM_EXP_ABS_D if the trace stores no sums.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)

@@ -206,6 +206,13 @@ def of_first_rows(recorder, batch, step, number):
         recorder.add_scores(name, batch, logprobs=[values[row - row % IN_GROUP] for row in range(len(GROUP))])
 
 
+def of_first_step(recorder, batch, step, number):
+    """Logprobs of the first step's responses at every step."""
+    first = sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12)
+    for name, values in (("rollout", in_float32(first, 1)), ("train", first.scored())):
+        recorder.add_scores(name, batch, logprobs=values)
+
+
 def parts_of(step):
     """Two reward functions of each response."""
     return {
@@ -277,6 +284,7 @@ FAULTS = {
     "rewards by prompt from 5": ("rewards_by_prompt", 5, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP if n >= 5 else np.arange(len(GROUP))]}),
     "logged sum from 5": ("metric_of_others", 5, {"metrics": lambda step, r, n: {"reward": r.sum() if n >= 5 else r.mean()}}),
     "unweighted sum": ("rewards_weighted", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + parts_of(step)["format"], "columns": lambda step, n: {"rewards": parts_of(step)}, "hyperparameters": {"reward_weights": "[1.0, 0.5]"}}),
+    "one batch again and again": ("batch_repeats", 2, {"columns": lambda step, n: {"response_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).responses], "prompt_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).prompts]}, "reward": lambda step, n, draw: binary(step, 1, np.random.default_rng(1)), "passes": of_first_step}),
     "zero rewards from 5": ("rewards_constant", 5, {"reward": lambda step, n, draw: binary(step, n, draw) * (n < 5)}),
     "rewards by prompt": ("rewards_by_prompt", None, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP]}),
     "masks that begin late": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= 3 for row in step.responses]}}),
@@ -300,6 +308,7 @@ NOTICES = (
     "times length",
     "cut masks",
     "constant rewards",
+    "one batch again and again",
     "rewards by prompt",
     "a weight and a constant",
     "logged length",
