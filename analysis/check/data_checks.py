@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -213,6 +214,12 @@ class _Run:
             code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
             next=commands.sql_of(self.database.given[0], query.format(rows=rows, **numbers)),
         )  # fmt: skip
+
+    @cached_property
+    def iterations(self) -> dict[str, int]:
+        """Last iteration of each pass."""
+        query = 'SELECT "pass", max(iteration) FROM scores GROUP BY ALL'
+        return dict(self.database.connection.execute(query).fetchall())
 
     @cached_property
     def responses(self) -> tuple[np.ndarray, np.ndarray]:
@@ -933,13 +940,25 @@ GROUP BY ALL ORDER BY a.step
 """
 
 
+def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
+    """Return the rows of _EQUAL, or none if most steps differ in the sample already."""
+    execute, sample = run.database.connection.execute, run.sample
+    if not {a, b} <= run.iterations.keys():
+        return []
+    if sample is not None and (sample.a.name, sample.b.name, run.iterations[a]) == (a, b, 0):
+        differs = np.not_equal(sample.a.logprobs, sample.b.logprobs) & sample.compared
+        steps, place = np.unique(np.repeat(sample.steps, sample.lengths), return_inverse=True)
+        if 2 * np.sum(np.bincount(place, differs) > 0) >= len(steps):
+            return []
+    return execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
+
+
 def _ratios(run: _Run) -> Iterator[DataFinding]:
     """Find a ratio of 1 at every token, although the weights were updated in between or the dtypes differ."""
-    execute = run.database.connection.execute
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
-    contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
+    contracts = dict(run.database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
-        rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
+        rows = _equal(run, a, b)
         rows = [row for row in rows if row[3]] or rows  # a reused batch has seen updates in between
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
@@ -968,9 +987,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
 
 
 def _references(run: _Run) -> Iterator[DataFinding]:
-    rows = run.database.connection.execute(
-        _EQUAL.format(steps=run.inspected), {"a": "reference", "b": "train"}
-    ).fetchall()
+    rows = _equal(run, "reference", "train")
     if len(rows) >= 3 and all(row[1] for row in rows):
         numbers: Numbers = {
             "a": "reference",
