@@ -13,7 +13,7 @@ from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
-from ..trace.columns import AttemptInfo, attempts, parse_pair, tell_sampled, why_nothing
+from ..trace.columns import AttemptInfo, attempts, parse_pair, scored_passes, tell_sampled, why_nothing
 from ..trace.database import Database, cached
 from ..trace.source import Pair
 from ..trace.tokens import spread
@@ -111,7 +111,7 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
         sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=[name for (name,) in execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()],
+        passes=scored_passes(database),
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
         attempts=attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...schemas.loss import read_loss
 from ..advice import Advice
-from ..trace.columns import read_hyperparameters, sequence_columns
+from ..trace.columns import read_hyperparameters, scored_passes, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
@@ -214,12 +214,6 @@ class _Run:
             code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
             next=commands.sql_of(self.database.given[0], query.format(rows=rows, **numbers)),
         )  # fmt: skip
-
-    @cached_property
-    def iterations(self) -> dict[str, int]:
-        """Last iteration of each pass."""
-        query = 'SELECT "pass", max(iteration) FROM scores GROUP BY ALL'
-        return dict(self.database.connection.execute(query).fetchall())
 
     @cached_property
     def responses(self) -> tuple[np.ndarray, np.ndarray]:
@@ -942,15 +936,14 @@ GROUP BY ALL ORDER BY a.step
 
 def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
     """Return the rows of _EQUAL, or none if most steps differ in the sample already."""
-    execute, sample = run.database.connection.execute, run.sample
-    if not {a, b} <= run.iterations.keys():
+    if not {a, b} <= {*scored_passes(run.database)}:
         return []
-    if sample is not None and (sample.a.name, sample.b.name, run.iterations[a]) == (a, b, 0):
+    if (sample := run.sample) is not None and (sample.a.name, sample.b.name) == (a, b):
         differs = np.not_equal(sample.a.logprobs, sample.b.logprobs) & sample.compared
         steps, place = np.unique(np.repeat(sample.steps, sample.lengths), return_inverse=True)
         if 2 * np.sum(np.bincount(place, differs) > 0) >= len(steps):
             return []
-    return execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
+    return run.database.connection.execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:

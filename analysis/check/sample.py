@@ -33,6 +33,8 @@ MAX_READ_TOKENS = 2_000_000
 """Approximate limit on the tokens read from disk. Steps are read whole, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
+MAX_NAMED = 1000
+"""Maximum number of sequences named in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
 """A token is unlikely if logprob + entropy is below this, in nats. In a model with flat-tailed
 distributions, 5% of the sampled tokens are unlikely."""
@@ -239,9 +241,10 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
+    steps = _chosen_steps(database, worst_steps)
     query = token_query(
-        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps),
-        of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
+        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=steps, of_sequences=True,
+        lists=["mask"], order=_ORDER, keys=_keys_within(database, pair, steps),
     )  # fmt: skip
     with database.following("reading a sample of steps"):
         table = database.connection.sql(query).to_arrow_table()
@@ -259,6 +262,9 @@ _ROWS = [
 ]
 
 
+_ORDER = "s.step, s.group_id, length(s.seq_id), s.seq_id"
+
+
 def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     tokens = tokens_by_step(database)
     known = list(tokens)
@@ -268,6 +274,18 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     if len(known) <= most:
         return known
     return sorted({*neighbouring_pairs(known, most), *worst})
+
+
+def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
+    """Return a condition on the sequences that `_within` keeps, so that DuckDB does not decode the others."""
+    tokens = tokens_by_step(database)
+    if sum(tokens[step] for step in steps) <= MAX_SAMPLED_TOKENS:
+        return ""
+    passes = {side: PassRows(name=name, scored=False, logprobs=False) for side, name in zip("ab", pair, strict=True)}
+    columns = ["s.step", "s.seq_id", "s.num_response_tokens"]
+    rows = database.connection.sql(token_query(passes, columns, steps=steps, of_sequences=True, order=_ORDER))
+    names = _within(rows.to_arrow_table())["seq_id"].to_pylist()
+    return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= MAX_NAMED else ""
 
 
 def _within(table: pa.Table) -> pa.Table:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...schemas.layout import HYPERPARAMETER
-from ..trace.columns import sequence_columns
+from ..trace.columns import scored_passes, sequence_columns
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.tokens import tokens_by_step
@@ -155,7 +155,7 @@ def _places(database: Database) -> dict[str, Column]:
 
 
 def _of_reference(database: Database) -> dict[str, Column]:
-    names = {name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores').fetchall()}
+    names = scored_passes(database)
     reference = next((name for name in ("reference", "ref") if name in names), None)
     if reference is None or "train" not in names:
         return {}
