@@ -73,7 +73,7 @@ class Arm:
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Padding side. packed concatenates rows without padding.",
+        "Padding side, or packed to concatenate rows without padding.",
         values=("left", "right", "packed"), users=_TORCH,
         refused={FACTORY: ("packed",)},
         clashes=(

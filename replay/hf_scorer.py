@@ -258,7 +258,7 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Number of columns visible to attention, or None for all. Only applies to the recorded padding."""
+        """Number of columns visible to attention, or None for all."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property

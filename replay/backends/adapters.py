@@ -15,13 +15,13 @@ from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT puts before the parameter names of the model it wraps."""
+"""Prefix for parameter names in PEFT models."""
 
 _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str, msgspec.Meta(max_length=10_000)] | None
 
 
 class _Lora(msgspec.Struct, forbid_unknown_fields=False):
-    """The fields of peft.LoraConfig that affect a forward pass."""
+    """peft.LoraConfig fields that affect a forward pass."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
@@ -47,14 +47,14 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields about initialisation and storage, which do not affect a forward pass once weights are loaded."""
+"""Initialisation and storage fields, which do not affect a forward pass once weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     """Add the recorded adapters to a rebuilt model, without their weights, and return the PEFT model.
 
-    `identity` is the recorded description of the model: `adapters` (PEFT configs by name) and `active_adapter`. Only
-    LoRA's own fields are used, so that a trace cannot cause any import. Raises CannotReplay.
+    `identity` is the recorded model description. Only its LoRA fields are used, so a trace cannot cause any import.
+    Raises CannotReplay.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -110,7 +110,7 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return one adapter's weights, under the names they have in a PEFT folder."""
+    """Return one adapter's weights under their PEFT folder names."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -125,7 +125,7 @@ def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base model's weights under its own names, for a model with adapters off."""
+    """Return the base model's weights under its own names."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -135,11 +135,10 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return a version's weights with its adapter merged, under the base model's names.
+    """Return weights with the adapter merged, under the base model's names.
 
-    `wrapped` is the trace's PEFT model, on the CPU and in the recorded dtypes; `load` loads the version's weights into
-    a model. PEFT's own code does the merging, as in TRL before it sends weights to an engine
-    (trl.generation.vllm_generation).
+    `wrapped` is the trace's PEFT model on CPU in the recorded dtypes. `load` loads weights into a model. PEFT does the
+    merging, as it does when TRL sends weights to an engine (trl.generation.vllm_generation).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Keep float64 models in float64 even in norms and softmax, which transformers computes in float32."""
+"""Keep float64 models in float64, even in norms and softmax, where transformers uses float32."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which casts from float64 to float32 have no effect.
+    """Context that turns casts from float64 to float32 into no-ops.
 
-    Tensors of other dtypes are unaffected, so rotary frequencies, which models define in float32, stay float32.
+    Other dtypes are unaffected, so rotary frequencies stay float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
