@@ -26,8 +26,8 @@ def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
-            f"arm {arm}: {name or 'this model'} is not supported in vLLM; its only supported mixture of experts is "
-            f"{', '.join(MODELS)}; compare arms with {option('engine', 'hf')}"
+            f"arm {arm}: {name or 'this model'} cannot be compared in vLLM (supported mixtures of experts: "
+            f"{', '.join(MODELS)}); compare arms with {option('engine', 'hf')}"
         )
 
 
