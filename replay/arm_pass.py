@@ -1,5 +1,3 @@
-"""Read, add and remove `replay/<arm>` scores in a trace."""
-
 from __future__ import annotations
 
 import json
@@ -40,7 +38,6 @@ class ArmPass:
 
     @property
     def is_sample(self) -> bool:
-        """True if only a sample was scored, so steps may be incomplete."""
         return any("sample" in found for found in self.run.arms(self.name))
 
     @property
@@ -48,10 +45,8 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores for these rows, skipping unscored rows.
-
-        With `contract`, return None unless every row was scored under this contract.
-        """
+        """Return the stored scores, skipping unscored rows. With `contract`, return None unless all rows were scored
+        under it."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
         if contract is not None:
@@ -64,10 +59,8 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add a step's scores as one record, so a killed replay never leaves half of them.
-
-        Sequences that a concurrent replay has scored in the meantime are skipped.
-        """
+        """Add a step's scores as one record, so a killed replay never leaves half of them. Sequences that a concurrent
+        replay has scored are skipped."""
         with alone(self.run.folder):
             scored_now = self._scored_now(step)
             unscored = {row.seq_id for row in scored.rows} - scored_now
@@ -100,10 +93,8 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass by deleting its writers' files, which contain nothing else.
-
-        Writers are marked as removed first, so readers ignore leftover files if this process is killed.
-        """
+        """Delete the pass's writers. They are marked as removed first, so readers ignore leftovers if this process is
+        killed."""
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
         writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}

@@ -1,5 +1,3 @@
-"""Replay arms: the settings to change in a replay."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -197,7 +195,6 @@ class Arm:
 
     @property
     def has_batch_shape(self) -> bool:
-        """True if the arm overrides which rows share a forward pass."""
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
@@ -221,7 +218,6 @@ OPTIONS = options_of(Arm)
 
 
 def names_for(user: str) -> list[str]:
-    """Return the command-line names for all options that an engine or command supports."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()

@@ -1,8 +1,4 @@
-"""Padded and packed forward passes.
-
-Shapes: B rows in a forward pass, W padded row length, K scored positions per row, counted from the end, N scored
-tokens.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, K trailing columns, N scored tokens."""
 
 from __future__ import annotations
 
@@ -44,18 +40,15 @@ class _PlacedRows:
 
     @property
     def scored_N(self) -> np.ndarray:
-        """Response token indices, row by row."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) :] for row, places in pairs])
 
     @property
     def places_N(self) -> np.ndarray:
-        """Prompt and response token indices, row by row."""
         return np.concatenate(self.places_B)
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """Boolean mask: false for padding."""
         tokens = np.zeros(self.ids_BW.size, bool)
         tokens[self.places_N] = True
         return tokens.reshape(self.ids_BW.shape)
@@ -74,12 +67,10 @@ class PaddedBatch(_PlacedRows):
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
-        """Pick the response tokens' values [N] from the last K columns."""
         rows_N, columns_N = np.divmod(self.scored_N, self.width)
         return values_BK[rows_N, columns_N - self.width]
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Count the padding tokens [B] before each row's prompt and after its response."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
@@ -89,7 +80,6 @@ class PackedBatch(_PlacedRows):
     """Rows packed without padding, either end to end or as a prefix tree."""
 
     positions_W: np.ndarray
-    """int64 position within the token's own row."""
     spans: tuple[Span, ...]
     """Token ranges that attend to themselves and to a prefix: rows, tree branches, or trailing padding."""
 
@@ -112,10 +102,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the column boundaries for forward passes through a KV cache: first the prompt, then chunks.
-
-    Without `cached_tokens`, or for packed rows, there is a single pass.
-    """
+    """Return the column boundaries for forward passes through a KV cache: first the prompt, then chunks."""
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
     prompt = batch.width - batch.num_kept
@@ -153,7 +140,6 @@ class Scored:
 
 
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
-    """Split the response token values [N] by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
 
 
@@ -163,9 +149,8 @@ def forwards(
 ) -> list[ForwardBatch]:  # fmt: skip
     """Group rows into forward passes: as recorded, or `batch_size` at a time in the recorded order and width.
 
-    `batch_tokens` groups rows by length, up to this many tokens per forward pass including padding. A longer row runs
-    alone. `right` padding starts each row at column 0. `packed` puts rows end to end, up to `batch_tokens` tokens,
-    `batch_size` rows, or the device's PACKED_TOKENS.
+    `batch_tokens` groups rows by length, up to this many tokens per forward pass. `right` padding starts each row at
+    column 0. `packed` puts rows end to end, up to `batch_tokens`, `batch_size` or the device's PACKED_TOKENS.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
@@ -249,7 +234,6 @@ def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBat
 
 
 def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if a token is outside the model's vocabulary or a prompt is empty."""
     text = config.get("text_config") or config
     vocab_size = int(text.get("vocab_size", 1 << 31))
     for row in rows:

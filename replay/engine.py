@@ -190,7 +190,6 @@ def _pending_arms(
 def _plan(run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None) -> ReplayPlan:
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Last policy version loaded by each arm."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -229,7 +228,6 @@ def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, samp
 
 
 def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
-    """Group arms that share a model, starting with the identity arm's group."""
     groups: dict[Any, list[_PendingArm]] = {}
     for entry in wanted:
         groups.setdefault(entry.scorer.key, []).append(entry)
@@ -238,11 +236,8 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """One step in all arms that share a model."""
-
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """This step's part of each arm's `_PendingArm.scored_before`."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
@@ -264,10 +259,7 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and, in an actor, the token count (otherwise 0).
-
-        `identity_held` and `not_held` are set only for the identity arm.
-        """
+        """Score a unit and write its scores. Return the results and, in an actor, the token count (otherwise 0)."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)
@@ -346,10 +338,7 @@ def _results(
 def _scored(
     entry: _PendingArm, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step, computing and storing any that are missing.
-
-    The identity arm's stored scores are reused only if they match the current contract.
-    """
+    """Return an arm's scores for a step, computing and storing any that are missing."""
     wanted = rows if sample is None else sample.drawn(step, rows)
     unscored = entry.unscored(step, wanted)
     new = {row.seq_id for row in unscored}

@@ -67,12 +67,10 @@ class HfScorer:
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []
-        """Routers to observe. Empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
         """Maximum rows per forward pass once memory has run out, or None."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
-        """Context manager to enter around each batch."""
         self.calls_whole_model = False
         """True if the model's own forward method computes the logits."""
 
@@ -123,7 +121,6 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Experts implementation. fp64 arms default to the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
@@ -146,7 +143,6 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Return the scorer for a loaded model. Arms with equal keys reuse it."""
         self._model = model
         # A compiled backbone keeps the hooks from its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
@@ -193,14 +189,11 @@ class HfScorer:
         return [row for row in of if (row.writer, row.forward_id) in forwards]
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the first forward pass, used to measure speed."""
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights. Raises CannotReplay.
-
-        If memory runs out, later forward passes have half as many rows, unless the arm sets the batch shape.
-        """
+        """Score rows with the loaded weights. If memory runs out, later forward passes have half as many rows, unless
+        the arm sets the batch shape. Raises CannotReplay."""
         return self._within_memory(rows, partial(self._score, rows, advance))
 
     def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
@@ -258,7 +251,6 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Number of columns visible to attention, or None for all."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
@@ -276,7 +268,6 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """Return the contract for this arm's scores: the recorded one updated with the settings actually used."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:

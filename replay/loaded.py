@@ -76,7 +76,6 @@ def device_here() -> str:
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the number of GPUs per actor, possibly a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

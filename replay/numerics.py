@@ -36,7 +36,6 @@ class Numerics:
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """Dtype that FSDP cast the parameters to (torch name)."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property
@@ -46,10 +45,7 @@ class Numerics:
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype that FSDP rounded the model's logprobs to, or None.
-
-        Logits need no rounding: FSDP also cast the head's weights, so they already have this dtype.
-        """
+        """torch dtype that FSDP rounded the model's logprobs to, or None. Logits already have it."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:
@@ -80,7 +76,6 @@ class Numerics:
 
     @property
     def attention(self) -> str:
-        """Attention implementation (transformers name, or `exact`)."""
         if self._is_exact:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
@@ -97,7 +92,6 @@ class Numerics:
 
     @property
     def uses_trl(self) -> bool:
-        """True if TRL's own code scores this arm. It does whenever it can."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
@@ -115,7 +109,6 @@ class Numerics:
 
     @property
     def logits_dtype(self) -> Any:
-        """torch dtype for logits and everything computed from them, or None for the default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -127,5 +120,4 @@ class Numerics:
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype for the head's projection, or None for the hidden states' dtype."""
         return torch.float32 if self.head_in_fp32 else self.autocast

@@ -1,5 +1,3 @@
-"""Read rows from a trace for replay."""
-
 from __future__ import annotations
 
 import os
@@ -37,8 +35,6 @@ _UNNEEDED = ("routing", "routing_start", "attempt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """A sequence as scored in the replayed pass."""
-
     seq_id: str
     prompt_ids: np.ndarray
     response_ids: np.ndarray
@@ -66,7 +62,6 @@ class RecordedRow:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -77,9 +72,7 @@ class RecordedRun:
     ):  # fmt: skip
         """Open a local trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
-        `weights_from` is a checkpoint folder, for a trace without weights. `allow_kernel` lists recorded hub kernels
-        that may run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
+        `allow_kernel` lists recorded hub kernels that may run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
@@ -95,7 +88,6 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot to include everything added since the last one."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -112,7 +104,6 @@ class RecordedRun:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """Keyword arguments for opening the same trace in another process."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -148,7 +139,6 @@ class RecordedRun:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens in the longest sequence, including its prompt."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
@@ -163,7 +153,6 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return (step, sequence) pairs for a pass's unsealed scores."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -177,10 +166,9 @@ class RecordedRun:
             raise CannotReplay(f"{error}; the pass cannot be replayed without this contract") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """Return the contract for the replayed pass or another trainer pass. Raises CannotReplay.
+        """Return a trainer pass's contract, completed from the model's config. Raises CannotReplay.
 
-        Missing model settings (as in a custom training loop) come from the model's config. An engine's contract is
-        ignored, since a replay does not run the engine's code.
+        An engine's contract is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
@@ -193,7 +181,6 @@ class RecordedRun:
         return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
-        """Return every contract recorded for a pass."""
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
@@ -219,7 +206,6 @@ class RecordedRun:
             raise CannotReplay(f"adapter {adapter}: {self.store.url}: the model has no adapters; drop this option")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """Return each row's chosen experts by token. Raises CannotReplay if not recorded, and DamagedTrace."""
         places = []
         for row in rows:
             if row.routing is None or row.routing_start is None:
@@ -228,7 +214,6 @@ class RecordedRun:
         return read_routing(self.store, places)
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """Return a step's rows, sorted by forward pass. Raises CannotReplay."""
         pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
             raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; the trace may be damaged")

@@ -1,5 +1,3 @@
-"""Replay plans (remaining work and expected time) and results."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +41,6 @@ class ReplayPlan(list[ArmPlan], Table):
 
     @property
     def seconds(self) -> float | None:
-        """Estimated total time for all arms, or None until the speed is known."""
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
@@ -54,17 +51,13 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step's scores in one arm, compared with the replayed pass (`train` if recorded).
-
-    d is the replayed logprob minus the recorded one (nats). If the recording cannot be replayed here, the identity arm
-    has no tokens, and its d is NaN.
-    """
+    """One step's scores in one arm, compared with the replayed pass. d is the replayed logprob minus the recorded one
+    (nats). If the recording cannot be replayed here, the identity arm has no tokens, and its d is NaN."""
 
     arm: str
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens that match the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
@@ -85,7 +78,6 @@ class ReplayedArm:
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Fraction of tokens that match the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int

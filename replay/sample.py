@@ -1,7 +1,4 @@
-"""Draw random prompt groups across a trace's steps.
-
-Shapes: G groups in a step.
-"""
+"""Draw random prompt groups across a trace's steps."""
 
 from __future__ import annotations
 
@@ -26,13 +23,10 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A sequence's length and recorded forward pass."""
-
     seq_id: str
     group: str
     """Prompt group. A sequence without a group_id is its own group."""
     num_tokens: int
-    """Prompt and response tokens."""
     version: int
     """Policy version, or -1 if not recorded."""
     forward: tuple[str, int | None]
@@ -43,7 +37,6 @@ Row = TypeVar("Row", RecordedRow, Extent)
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with its sequences' extents in the replayed pass."""
     for start in range(0, len(steps), STEPS_AT_ONCE):
         part = list(steps[start : start + STEPS_AT_ONCE])
         chosen = ds.field("step").isin(part)
@@ -73,11 +66,8 @@ class Sample:
     steps: dict[int, dict[str, str]]
     """Drawn sequences by step, mapped to their groups. Steps without a drawn group are absent."""
     num_groups: int
-    """Groups in all requested steps."""
     num_sequences: int
-    """Sequences in all requested steps."""
     num_steps: int
-    """Requested steps."""
 
     @property
     def num_drawn(self) -> int:
@@ -111,7 +101,6 @@ def parse_sample(text: str | float) -> float:
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample of the replayed pass. Raises InvalidOption if it is empty."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:
@@ -133,11 +122,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Place a step's groups in [0, 1), evenly spaced and in random order.
-
-    A sample takes every group placed below its share: G * share groups, rounded up or down at random. Over all seeds,
-    each place is uniformly distributed.
-    """
+    """Place a step's groups in [0, 1), evenly spaced and in random order. A sample takes every group below its share."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

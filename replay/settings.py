@@ -1,5 +1,3 @@
-"""Apply a recorded pass's torch settings during a replay."""
-
 from __future__ import annotations
 
 import os
@@ -64,10 +62,8 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG as recorded. CUDA reads it once, when it starts.
-
-    If deterministic algorithms were recorded without a value, use the one that torch requires.
-    """
+    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or as deterministic algorithms require. CUDA reads it once, when it
+    starts."""
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -98,7 +94,6 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings and the arm's changes within the block."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

@@ -22,8 +22,6 @@ _PROBE_ROWS = 32
 
 
 class VllmScorer:
-    """Scores with vLLM, using the recorded engine arguments and the arm's changes."""
-
     substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -90,7 +88,6 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """Return an engine that starts when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 

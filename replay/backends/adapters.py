@@ -1,5 +1,3 @@
-"""PEFT adapters (LoRA and its variants) on a rebuilt model."""
-
 from __future__ import annotations
 
 import re
@@ -15,14 +13,11 @@ from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix for parameter names in PEFT models."""
 
 _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str, msgspec.Meta(max_length=10_000)] | None
 
 
 class _Lora(msgspec.Struct, forbid_unknown_fields=False):
-    """peft.LoraConfig fields that affect a forward pass."""
-
     peft_type: Literal["LORA"]
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
     lora_alpha: float = 8.0
@@ -51,11 +46,8 @@ _NO_MATTER = frozenset({
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Add the recorded adapters to a rebuilt model, without their weights, and return the PEFT model.
-
-    `identity` is the recorded model description. Only its LoRA fields are used, so a trace cannot cause any import.
-    Raises CannotReplay.
-    """
+    """Add the recorded adapters, without their weights, and return the PEFT model. Only LoRA fields are used, so a
+    trace cannot cause any import. Raises CannotReplay."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -99,7 +91,6 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
 
 
 def exported_config(name: str, recorded: Any) -> dict[str, Any]:
-    """Return an adapter's config for a PEFT folder, with supported fields only. Raises CannotReplay."""
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
@@ -110,7 +101,6 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return one adapter's weights under their PEFT folder names."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -125,7 +115,6 @@ def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base model's weights under its own names."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -135,11 +124,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return weights with the adapter merged, under the base model's names.
-
-    `wrapped` is the trace's PEFT model on CPU in the recorded dtypes. `load` loads weights into a model. PEFT does the
-    merging, as it does when TRL sends weights to an engine (trl.generation.vllm_generation).
-    """
+    """Return weights with the adapter merged, under the base model's names. PEFT does the merging, as it does when TRL
+    sends weights to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

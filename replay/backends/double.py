@@ -1,5 +1,3 @@
-"""Keep float64 models in float64, even in norms and softmax, where transformers uses float32."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,10 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
-    """Context that turns casts from float64 to float32 into no-ops.
-
-    Other dtypes are unaffected, so rotary frequencies stay float32.
-    """
+    """Context that turns casts from float64 to float32 into no-ops, so norms and softmax stay float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,7 +1,4 @@
-"""Log-probabilities from hidden states, computed in token chunks.
-
-Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
-"""
+"""Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -27,17 +24,13 @@ class BatchScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Like `__call__`, but differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Computes log-probabilities from hidden states.
-
-    Follows vLLM's sampler: divide logits by the temperature, apply top-k, then top-p, and normalise. Tokens that were
-    cut get -inf.
-    """
+    """Computes log-probabilities like vLLM's sampler: divides logits by the temperature, applies top-k, then top-p, and
+    normalises. Tokens that were cut get -inf."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -58,10 +51,7 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """Return log-probabilities [C] for `ids_C` in the logits' dtype (nats).
-
-        Overwrites the logits unless a backward pass needs them.
-        """
+        """Return log-probabilities [C] (nats). Overwrites the logits unless a backward pass needs them."""
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
@@ -72,7 +62,6 @@ class Head:
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Set logits to -inf outside the top k, then outside the top p."""
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

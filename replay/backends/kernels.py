@@ -1,5 +1,3 @@
-"""Force and observe attention kernels."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ class Kernel:
     """Member of torch's SDPBackend, or None for any."""
     needs_cuda: bool = False
     shares_heads: bool = True
-    """True if query heads can share keys and values."""
     rounds_scores: bool = True
     """True if scores and softmax may be rounded to the activations' dtype."""
 
@@ -67,7 +64,6 @@ def _heads_repeated() -> AbstractContextManager[None]:
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Add torch's scaled_dot_product_attention kernels to `found` as they are chosen."""
     import torch
 
     functional: Any = torch.nn.functional

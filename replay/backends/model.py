@@ -23,7 +23,6 @@ Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _ROOM = 0.8
 """Fraction of free GPU memory for weights. The rest is for activations."""
 MAX_MODULES = 200_000
-"""Models with more modules and tensors than this are refused."""
 GROUP = 128
 """Inputs that share a scale in a quantised weight. A row's last group may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -36,10 +35,9 @@ def build(
 ) -> Any:  # fmt: skip
     """Build the model with its adapters but without weights. Raises CannotReplay.
 
-    `identity` is the recorded model description (`class`, `config`, `adapters`). `dtype` is torch's name, `experts` is
-    transformers' name. `factory` names a function (`module:function`) to call instead, with `config` (a dict), `dtype`
-    (a torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code
-    runs except the attention kernels in `allow_kernel`.
+    `factory` names a function (`module:function`) to call instead of transformers, with `config` (a dict), `dtype` (a
+    torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code runs
+    except the attention kernels in `allow_kernel`.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
@@ -70,7 +68,6 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device. If it is too large for one GPU, split it by layer across all GPUs."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
@@ -82,10 +79,7 @@ def _placed(model: Any, device: str) -> Any:
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """Split the model by layer across devices (transformers' device_map). `memory` is in bytes, by device.
-
-    Each layer computes as on a single device. Raises CannotReplay.
-    """
+    """Split the model by layer across devices, given the memory for each (bytes). Raises CannotReplay."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     whole = getattr(model, "_no_split_modules", None)
@@ -99,11 +93,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps recorded tensors to the ones the built model loads. Raises CannotReplay.
-
-    `adapter` is `merged`, `off`, or None to keep adapters separate. `dtype` is the recorded dtype (torch name), used to
-    merge adapters on CPU.
-    """
+    """Return a function that maps recorded tensors to the ones the built model loads. `adapter` is `merged`, `off`, or
+    None to keep adapters separate."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:
@@ -204,7 +195,6 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
-    """Load weights bit for bit, or rounded to `dtype`. Raises CannotReplay."""
     wanted = model.state_dict(keep_vars=True)  # the tensors themselves, to change their dtype
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
@@ -235,9 +225,7 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round expert and linear-layer weights (but not the head) to values that a quantised engine would hold.
-
-    Their dtype does not change.
+    """Round expert and linear-layer weights (but not the head) to a quantised engine's values. The dtype is kept.
 
     Shapes: E experts, O outputs, I inputs, G inputs per group.
     """
@@ -254,7 +242,6 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Round a weight to a format, using one symmetric scale per group, set by its largest magnitude."""
     parts = []
     for part_OG in weight_OI.float().split(GROUP, dim=1):
         scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]

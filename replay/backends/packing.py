@@ -23,8 +23,6 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens that attend to each other and to a prefix."""
-
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
@@ -35,11 +33,9 @@ class Span:
 class RowSpans:
     spans: Sequence[Span]
     num_attentions: int = 0
-    """How many attention layers used the spans."""
 
 
 def check(config: Any) -> None:
-    """Raise CannotReplay unless every layer has plain causal attention."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -47,7 +43,6 @@ def check(config: Any) -> None:
 
 
 def check_all(rows: RowSpans, config: Any) -> None:
-    """Raise CannotReplay if some layers ignored the spans."""
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
         raise _cannot(f"only {rows.num_attentions} of {layers} layers can keep rows apart")

@@ -1,8 +1,5 @@
-"""Observe a replayed model's routers, or force the recorded choices.
-
-Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times part of W), L routers, S
-experts selected per token, N tokens in all rows.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, C tokens per router call, L routers, S experts selected per
+token, N tokens in all rows."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append each row's router choices to `into`. Does nothing without routers.
+    """Append each row's router choices to `into`, or force the `recorded` ones. Raises CannotReplay if they do not fit.
 
-    With `recorded`, routers return these ids, weights and slots instead of their own, except for padding tokens. With
-    `keeps_same_sets`, they also keep their own choice where it selects the recorded experts. Raises CannotReplay if the
-    recorded choices do not fit this model.
+    Padding tokens keep the router's own choice. With `keeps_same_sets`, so do tokens where it selects the recorded
+    experts.
     """
     if not known:
         yield
@@ -70,10 +66,8 @@ class Table:
         self.weights_BWLS = np.zeros(self.ids_BWLS.shape, weights_NLS.dtype)
         self.ids_BWLS[cells], self.weights_BWLS[cells] = ids_NLS, weights_NLS
         self._done = [0] * num_layers
-        """[L] columns processed by each router."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """Forward hook that substitutes the recorded choice."""
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
@@ -93,7 +87,6 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """Split the observed choices by row. Each router call covers some columns."""
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

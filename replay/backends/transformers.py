@@ -1,8 +1,5 @@
-"""Score with our own head, on a transformers model or a user's model.
-
-Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
-vocabulary.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -98,11 +95,8 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache. With `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
-
-    vLLM uses scale 1 unless the checkpoint has scales (vLLM docs, "Quantized KV cache"). Attention reads rounded values
-    even for the newest tokens. Values beyond 448 saturate.
-    """
+    """Return a KV cache. With `fp8`, entries are rounded to e4m3 at scale 1, vLLM's default (vLLM docs, "Quantized KV
+    cache")."""
     from transformers import DynamicCache
 
     if kv_dtype is None:
@@ -120,15 +114,11 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
 
 
 def gives_hidden(model: Any) -> bool:
-    """Return True if backbone and head can be called separately, as in transformers."""
     return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`.
-
-    The model returns logits [B, W, V], or an object with `.logits`.
-    """
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

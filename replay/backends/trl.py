@@ -72,7 +72,6 @@ class TrlScorer(BatchScorer):
 
 
 def scores(contract: Contract) -> bool:
-    """Return True if TRL code that is installed here scored the pass."""
     if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
         return False
     name = str(contract["scoring_function"])
@@ -84,7 +83,6 @@ def scores(contract: Contract) -> bool:
 
 
 def _function(path: str) -> Any:
-    """Import a trusted function or method by its full name. Raises CannotReplay."""
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
         raise CannotReplay(f"{path}: is not part of TRL, so it is not called; replay a trace from TRL's own trainers")
     parts = path.split(".")

@@ -60,7 +60,6 @@ _DROPPED = frozenset({
 """Config fields that would make transformers fetch or import something, and labels."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
-"""Maximum number of layers, heads or experts in a config."""
 
 
 _Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
@@ -115,8 +114,6 @@ class _EngineArguments(msgspec.Struct):
 
 
 class _Scoring(msgspec.Struct):
-    """Contract fields used by a replay."""
-
     torch: _Torch
     model: _Model
     temperature: float | None = None
@@ -138,7 +135,6 @@ def _factory() -> str:
 
 
 def check_contract(contract: Contract, where: str) -> None:
-    """Raise CannotReplay if contract fields used by a replay are missing or invalid."""
     try:
         read = msgspec.convert(contract, _Scoring)
     except msgspec.ValidationError as error:
@@ -152,7 +148,6 @@ def check_contract(contract: Contract, where: str) -> None:
 
 
 def check_scoring(contract: Contract) -> None:
-    """Raise CannotReplay if a TRL contract names a function that is not in TRL."""
     for field, allowed in (("scoring_function", (*SCORING_FUNCTIONS, *PACKED_LOSSES)), ("fused_lm_head", FUSED_HEADS)):
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
@@ -165,10 +160,8 @@ def check_scoring(contract: Contract) -> None:
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay unless the attention is built in or `allowed`, and the experts are torch's own.
-
-    A model from the user's factory (`is_own_model`) may use any attention that is not a hub path.
-    """
+    """Raise CannotReplay unless the attention is built in or `allowed`, and the experts are torch's own. A model from
+    the user's factory may use any attention that is not a hub path."""
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
@@ -183,11 +176,7 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run and, if it replaces the recorded one, a WHY code (otherwise None).
-
-    `path` is the model class, `allowed` are the hub kernels allowed by the user, and `is_half` means 16-bit
-    activations.
-    """
+    """Return the attention to run and, if it replaces the recorded one, a WHY code (otherwise None)."""
     name = name.removeprefix("paged|")  # matters only when generating
     cls = model_class(path)
     code = None
@@ -226,10 +215,8 @@ def check_dtype(name: str) -> None:
 
 
 def model_class(path: str) -> Any:
-    """Return transformers' language model class with this full name. Raises CannotReplay.
-
-    Only names in transformers' own lists are imported.
-    """
+    """Return transformers' language model class with this full name. Only names in transformers' own lists are
+    imported. Raises CannotReplay."""
     with collector_paused():
         import transformers
         from transformers.models.auto import modeling_auto
@@ -253,10 +240,8 @@ def model_class(path: str) -> Any:
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop config fields, at any depth, that would make transformers fetch, import or run something.
-
-    Class, attention, experts and dtype are handled separately. Raises CannotReplay for impossible sizes.
-    """
+    """Drop config fields, at any depth, that would make transformers fetch, import or run something. Raises
+    CannotReplay for impossible sizes."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in _DROPPED or (name.startswith("__") and name.endswith("__")):
@@ -272,7 +257,6 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
-    """Return the recorded vLLM engine arguments to reuse. Raises CannotReplay if they are invalid."""
     try:
         found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
     except msgspec.ValidationError as error:

@@ -1,7 +1,4 @@
-"""Score with vLLM, by prefilling the whole sequence or by decoding with forced tokens.
-
-Shapes: T response tokens in a row, V vocabulary.
-"""
+"""Score with vLLM, by prefilling the whole sequence or by decoding with forced tokens."""
 
 from __future__ import annotations
 
@@ -36,15 +33,13 @@ from .model import to_torch
 FORCED = "tim_trace_forced"
 """Key for the forced tokens in a request's extra arguments."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
-"""Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
     """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
 
-    New versions are loaded with vLLM's own reload, then verified tensor by tensor. If vLLM cannot reload, or some
-    weights kept their old values or cannot be verified (packed, quantised, or split over processes), the engine is
-    restarted for each version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
+    New versions are reloaded in place and verified tensor by tensor. If either is not possible, the engine is restarted
+    for each version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -92,11 +87,8 @@ class VllmEngine:
     def score(
         self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
     ) -> list[np.ndarray]:
-        """Return response logprobs [T] float32 for each row. Raises CannotReplay.
-
-        These are the engine's raw logprobs, unless temperature, top-k or top-p is set. They are then applied in this
-        order.
-        """
+        """Return raw response logprobs [T] float32 for each row. If temperature, top-k or top-p is set, they are
+        applied in this order. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
@@ -206,7 +198,6 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield tensors that cannot be read from the engine, or differ from the given ones after rounding."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)

@@ -1,6 +1,4 @@
-"""A vLLM mixture of experts, presented as in transformers: a named router and experts with unpacked weights.
-
-In vLLM, a mixture is a single module, and one tensor holds all expert weights.
+"""A vLLM mixture of experts, presented as in transformers. In vLLM, one module and one tensor hold all experts.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -22,7 +20,6 @@ _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay for a mixture that vLLM does not support."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
@@ -74,10 +71,8 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Undo the packing for vLLM's CPU kernel. Returns None if that fails.
-
-    To find the permutation, each element's index is packed instead, one base-256 digit at a time.
-    """
+    """Undo vLLM's CPU packing, or return None. To find the permutation, element indices are packed, one digit at a
+    time."""
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

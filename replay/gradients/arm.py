@@ -65,7 +65,6 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with the arm's correction. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

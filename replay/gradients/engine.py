@@ -103,8 +103,6 @@ class _StepTaker:
     def __init__(
         self, run: RecordedRun, arms: Sequence[GradientArm], loss: Loss, accumulated: float | None, threads: int | None
     ):
-        """`accumulated` is the recorded number of micro-batches per optimizer step. `threads` limits torch in an actor
-        and is None in this process."""
         self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:

@@ -1,7 +1,4 @@
-"""The recorded loss, computed in torch.
-
-Shapes: B rows, T padded response width, N response tokens row by row, B1 one value per row.
-"""
+"""Shapes: B rows, T padded response width, N response tokens row by row, B1 one value per row."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ Divisors = dict[str, tuple[float, float]]
 class StepLoss:
     loss: Loss
     below: str
-    """Pass in the importance ratio's denominator."""
     above: str
     """Pass in the correction ratio's numerator (train / rollout)."""
     divisors: Divisors
@@ -89,7 +85,6 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return vespo's weight: [B, 1], or [B, T] if advantages differ by token."""
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -122,8 +117,6 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Loss inputs, padded to the recorded width."""
-
     rows: Sequence[LossRow]
     current_BT: Any
     mask_BT: Any
@@ -173,7 +166,6 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the recorded passes used by an arm's loss."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -184,7 +176,6 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return each row's divisors. Raises CannotReplay if max_tokens is needed but not recorded."""
     places, num_rows = update.places, len(update.rows)
     is_uniform = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}

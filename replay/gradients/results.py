@@ -39,7 +39,6 @@ class GradientStep:
     arm: str
     num_sequences: int
     num_tokens: int
-    """Tokens included in the loss."""
     grad_norm: float
     """Total norm as computed by torch's clip_grad_norm_."""
     logged_norm: float | None

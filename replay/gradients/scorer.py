@@ -18,8 +18,6 @@ Losses = Callable[[Sequence[LossRow], Any], Any]
 
 
 class GradientScorer(HfScorer):
-    """Computes gradients on a model in its recorded mode (train or eval)."""
-
     keeps_recorded_rows = False
     pass_of_rows = "per forward and backward pass"
 
@@ -43,7 +41,6 @@ class GradientScorer(HfScorer):
 
     @property
     def has_dropout(self) -> bool:
-        """True if dropout makes the forward pass random."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -52,14 +49,11 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters. Tied ones appear once."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient as one tensor or None per parameter. `seen` gets each forward pass's logprobs.
-
-        If memory runs out, later forward passes have half as many rows. Raises CannotReplay.
-        """
+        """Return the gradient as one tensor or None per parameter. `seen` gets each forward pass's logprobs. Raises
+        CannotReplay."""
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:

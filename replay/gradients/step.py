@@ -1,7 +1,4 @@
-"""One optimizer step's gradient in each arm, compared with the first arm.
-
-Shapes: n micro-batches, M module kinds.
-"""
+"""Shapes: n micro-batches, M module kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Minimum number of micro-batches for a variance."""
 _PIECE = 1 << 24
 
 Gradient = Sequence[Any]
@@ -32,14 +28,11 @@ Gradient = Sequence[Any]
 
 
 class Sums:
-    """Squared norms and inner products by module kind."""
-
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
 
     def squares(self, gradient: Gradient) -> np.ndarray:
-        """Return the squared norm [M] for each module kind."""
         squares = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
             if values is not None:
@@ -142,8 +135,6 @@ class StepPasses:
 
 
 class _Seen:
-    """Compares forward-pass logprobs with the recorded ones."""
-
     def __init__(self) -> None:
         self.held = True
         self.largest = 0.0
@@ -182,7 +173,6 @@ def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> 
 
 
 def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """Add a gradient to the total in place, as torch accumulates it."""
     if total is None:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]

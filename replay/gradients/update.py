@@ -1,7 +1,4 @@
-"""A trace's optimizer steps: weights, rows, loss inputs, and where the grad norm was logged.
-
-Shapes: T response tokens in a sequence.
-"""
+"""A trace's optimizer steps: weights, rows, loss inputs, and where the grad norm was logged."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class LossRow:
 
     @property
     def place(self) -> Place:
-        """The recorded micro-batch."""
         return self.row.writer, self.row.forward_id
 
     @property
@@ -59,7 +55,6 @@ class Update:
     contract: str
     rows: tuple[LossRow, ...]
     step_tokens: int
-    """Tokens included in the loss in the whole recorded step."""
     step_places: int
     """Forward passes per iteration over the whole step."""
     own_ratio: bool
@@ -111,10 +106,8 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return the optimizer steps taken on a step's sequences, with logprobs for `passes`.
-
-    Raises CannotReplay if the trace lacks advantages or a pass.
-    """
+    """Return a step's optimizer steps, with logprobs for `passes`. Raises CannotReplay if the trace lacks advantages or
+    a pass."""
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
     sequences = _sequences(run, step)
@@ -154,7 +147,6 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows that were rescored with different logprobs under the same policy version."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -223,11 +215,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return the step where each policy version's update was logged, or None if unknown.
-
-    A single update is logged at its own step. As in TRL, several updates are logged at consecutive steps, if those have
-    no sequences. Otherwise they cannot be matched.
-    """
+    """Return the step where each policy version's update was logged, or None. As in TRL, several updates are logged at
+    consecutive steps, if those have no sequences."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -1,10 +1,9 @@
 """Bounds on an operator's rounding error, computed from its inputs.
 
-u is a dtype's unit roundoff (half the distance from 1 to the next number). In any order, summing n products in
-precision u gives an error of at most g(n) u sum|a||b|. With g(n) = n, this always holds (Higham, Accuracy and Stability
-of Numerical Algorithms, 2002, section 3.1). With g(n) = 8 sqrt(n), it holds with probability 1 - 2 n exp(-32) or more,
-for independent rounding errors with mean zero (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The
-smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy and Schwarz).
+u is a dtype's unit roundoff. Summing n products in any order has an error of at most g(n) u sum|a||b|. g(n) = n always
+holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). g(n) = 8 sqrt(n) holds with
+probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is
+used.
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -29,7 +28,6 @@ _STEPS_OF_CODE = 4.0
 """Extra error allowed for code other than the recorded model's (which may split sums), in unit roundoffs at a token's
 largest element."""
 _ROWS = 64
-"""Number of queries to compute attention scores for at once."""
 
 
 def unit(dtype: Any) -> float:
@@ -37,7 +35,6 @@ def unit(dtype: Any) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """Return the largest rounding error below a torch dtype's normal range."""
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
@@ -49,9 +46,7 @@ def growth(length: int) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     given: Any
-    """Output dtype (torch)."""
     taken: Any
-    """First input's dtype (torch)."""
     weight: Any = None
     """Weight dtype (torch), or None without a weight."""
     recorded: Any = None
@@ -91,10 +86,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error in a module's output, elementwise, in a shape that broadcasts to `exact`.
+    """Bound the error in a module's output, in a shape that broadcasts to `exact`.
 
-    `takes` are the module's inputs in float64, and `exact` is the float64 module's output for them. With
-    `is_other_code`, each step in the module's code may round.
+    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, each step in the module's code may
+    round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -139,10 +134,8 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] from rotating pairs by float32 angles, whichever elements form a pair.
-
-    A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
-    """
+    """Bound the error [T, N, D] from rotating pairs by float32 angles, for any pairing. Rotations preserve a pair's
+    norm."""
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
@@ -158,10 +151,7 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in custom attention code, relative to the largest element over all tokens.
-
-    Custom code may use float32 even in a float64 model.
-    """
+    """Bound the error in custom attention code, which may use float32 even in a float64 model."""
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 
@@ -172,10 +162,9 @@ def of_attention(
 ) -> Any:  # fmt: skip
     """Bound an attention core's error [T, N, D], to first order in the score errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
-    True if scores and softmax are rounded to the output dtype, as in unfused attention. `cut` is the error in each
-    weighted value, relative to the largest one, if values are split into slices (`exact.slices.matmul`). `off` bounds
-    the query and key errors, in their shapes. Without it, both are exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error in
+    each weighted value, relative to the largest one, if values are sliced (`exact.slices.matmul`). `off` bounds the
+    query and key errors. Without it, both are exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -208,10 +197,8 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Bound the error [T] in a projection followed by a log-softmax, or without `weight` only in the log-softmax.
-
-    `logits` [T, V] are exact and already divided by the temperature. `casts` is the projection's `Rounding.casts`.
-    """
+    """Bound the error [T] in a projection (if `weight` is given) and a log-softmax. `logits` [T, V] are exact and
+    already scaled."""
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
     if weight is not None:
@@ -240,10 +227,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in a projection with a LoRA or DoRA adapter, separate or merged.
-
-    The projection computes W x + s B A x. DoRA also rescales the rows.
-    """
+    """Bound the error in W x + s B A x (LoRA), separate or merged. DoRA also rescales the rows."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -305,7 +289,6 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in a mixture of gated experts."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
@@ -350,7 +333,6 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Split gate and up values, [2, T, I]."""
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])

@@ -101,8 +101,8 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves each head's norm. So if the norms differ and the norm layer before it was not observed,
-        that layer is wrong.
+        A rotation preserves norms. So if they differ and the norm layer before it was not observed, that layer is
+        wrong.
         """
         norms = [
             (name, kind_of(name))
@@ -117,13 +117,8 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Map each query and key dimension [D] in the float64 model to the execution's.
-
-    Return None if the order is the same, or if no order fits.
-
-    Attention scores do not depend on it as long as queries and keys agree. Some code rotates neighbouring pairs and
-    leaves them in place.
-    """
+    """Map the float64 model's query and key dimensions [D] to the execution's. None if the order is the same, or if
+    none fits. Scores do not depend on it as long as queries and keys agree."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

@@ -67,8 +67,7 @@ def locate(
 
     `analysis.locate` adds shares and intervals. `prepare` and `prepare_against` modify a side's model after its weights
     are loaded. That side is then treated as user code, as with `model_factory`. `tapped_bytes` limits the memory for
-    recorded operator values, by default to a quarter of the free memory. If all layers do not fit, they are processed
-    in windows. Nothing is written.
+    recorded operator values (default: a quarter of the free memory).
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -112,7 +111,6 @@ def _layers(text: str | None) -> Callable[[str], bool]:
 
 
 def _named(text: str | None) -> Callable[[str], bool]:
-    """Select operators by whole words between the dots in their names."""
     if text is None:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]

@@ -31,7 +31,6 @@ from .reference import Reference
 from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
-"""Modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
 """Observes one forward pass, given a batch and the taps to fill by row index."""
 
@@ -66,7 +65,6 @@ class Execution:
 
     @property
     def is_adapted(self) -> bool:
-        """True if adapters make the weights differ from the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
@@ -75,13 +73,11 @@ class Execution:
 
     @property
     def head(self) -> str:
-        """Module name for the logits projection."""
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), "")
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention may round scores and softmax to the model's dtype, like some torch kernels."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,7 +94,6 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype among the weights, which limits how coarsely operators round. None without such a limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -162,10 +157,7 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """An exact-engine arm with one step's weights. Its operators have transformers' names.
-
-    The engine keeps rounded values in float64 tensors. They are recorded in the dtype they were rounded to.
-    """
+    """An exact-engine arm. Its float64 values are recorded in the dtype they were rounded to."""
 
     scorer_of = ExactArmScorer
     is_other_code = False

@@ -1,8 +1,6 @@
 """Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
 
-Logits alone do not determine a choice: a router may take the highest ones, or choose by groups, with a bias, or from
-scaled scores. So the router runs again, and its logits are replaced with the execution's as soon as it has computed
-them.
+A router may choose by groups, with a bias, or from scaled scores. So it runs again with the execution's logits.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -37,11 +35,7 @@ def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router: its logits, whether its choice follows from them, and its scores.
-
-    If `again` computes no logits to replace, a choice is accepted if its smallest logit is at most twice the bound
-    below the float64 choice's.
-    """
+    """Judge a router: its logits, whether its choice follows from them, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices before logits, so logits are recognised by their width.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
@@ -74,6 +68,7 @@ def judge_router(
         unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
         made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
         if made_right is None:
+            # Accept choices whose smallest logit is within twice the bound.
             least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
             made_right = least <= 2.0 * bound_TE.amax(-1)
         differs_T &= ~made_right
@@ -97,10 +92,8 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the expert weights [T, S] if the router was not observed.
-
-    Tokens with different experts are skipped, unless rounding cannot explain so many.
-    """
+    """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, unless
+    rounding cannot explain so many."""
     if len(takes) != len(found):
         return
     ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]
@@ -161,11 +154,10 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return a [T] mask: true where a router's code chooses `ids_TS` given the logits `given_TE`.
+    """Return a [T] mask: true where a router's code chooses `ids_TS` given the logits `given_TE`, up to rounding.
 
-    The choice may follow in float64, in the logits' dtype, or within rounding error. `again` runs the router and
-    returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits the router computes itself. `unit` is
-    the score roundoff. Return None if the code does not compute `made_TE` before it chooses.
+    `again` runs the router and returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits the router
+    computes itself. Return None if its code does not compute them before it chooses.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

@@ -1,7 +1,5 @@
-"""Run one row in float64, replacing the values around each operator with an execution's.
-
-A computation between modules (a residual addition, a rotation, a product) is judged at the next operator's input.
-"""
+"""Run one row in float64, judging each operator on an execution's values. A computation between modules is judged at
+the next operator's input."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_p
 
 class Forward:
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` belong to the float64 model. `names` maps its module ids to names."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
@@ -67,8 +64,6 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a hook to note an operator it cannot handle and still judge the others."""
-
         def called(name: str, *args: Any) -> Any:
             try:
                 return hook(name, *args)

@@ -1,7 +1,6 @@
 """Run one execution (the taker) with operators from the other (the giver), on the taker's inputs.
 
-Operators are replaced, not their results: a result from the other execution would include all earlier differences, so
-the last operator would seem to cause the whole mismatch.
+Replacing results instead would carry over all earlier differences.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Graft:
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
         self.theirs: Mapping[str, Any] = operators(giver.model)
-        """The giver's operators, called like transformers' modules."""
         self._ours = operators(taker.model)
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
@@ -56,12 +54,10 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return the taker's float64 logprobs [T] by sequence, using the giver's operators in batches from `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Run the named operators with the giver's code within the block."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -145,24 +141,19 @@ def cast(value: Any, dtype: Any) -> Any:
 
 
 def as_given(new: Any, given: Any) -> Any:
-    """Return a result in the taker's own dtypes and shapes."""
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
 
 
 class VllmGiver(Graft):
-    """Replaces a transformers model's projections, norms and embedding with vLLM's.
-
-    vLLM's other operators need its KV cache.
-    """
+    """Replaces a transformers model's projections, norms and embedding. vLLM's other operators need its KV cache."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """vLLM operators as functions, by transformers' name."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
@@ -185,7 +176,6 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return a function that runs a vLLM module, or one projection fused in it."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -218,7 +208,6 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return a graft, or None if the taker cannot run the giver's operators."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

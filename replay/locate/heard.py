@@ -1,9 +1,6 @@
 """An execution's recorded values in one row's forward pass, and their error bounds.
 
-An operator that an execution fuses with others is not observed. Its possible error is added to the bound for the next
-observed operator.
-
-Shapes: T tokens, H hidden width.
+If an execution fuses an operator with others, its possible error is added to the bound for the next observed operator.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ class Arithmetic(Protocol):
     """An execution's arithmetic, as the bounds need it."""
 
     @property
-    def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by parameter name."""
+    def weight_dtypes(self) -> dict[str, Any]: ...
 
     @property
     def rounds_scores(self) -> bool:
@@ -103,7 +99,6 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Bound an attention core's error [T, N, D]. With `turns`, include the rotary's."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -114,11 +109,8 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Bound the error in the residual stream.
-
-        A branch may be scaled before it is added. With several branches (parallel attention and MLP, routed and shared
-        experts), partial sums may be rounded too.
-        """
+        """Bound the error in the residual stream. Branches may be scaled, and partial sums rounded, before they are
+        added."""
         size = exact.abs()
         for branch in self.branches:
             if branch.numel() == exact.numel():
@@ -129,10 +121,7 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return an operator's weight dtype in the execution, and the recorded one.
-
-        If the execution has no weight with this name, assume its coarsest dtype.
-        """
+        """Return an operator's weight dtype (by default the coarsest one) and the recorded one."""
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -143,7 +132,6 @@ class Heard:
     # --- unobserved operators -------------------------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an unobserved operator."""
         layer = layer_of(name)
         if any(other != layer for other, _ in self.unheard):  # left over from a finished layer
             self.unheard.clear()

@@ -1,7 +1,4 @@
-"""Compare operators with float64, measuring errors relative to the rounding bound.
-
-Shapes: T tokens, X all other axes in a tensor, flattened.
-"""
+"""Shapes: T tokens, X all other axes in a tensor, flattened."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ _ORDERS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One operator in one row's forward pass, compared with float64."""
-
     operator: str
     """Module name, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
@@ -40,22 +35,18 @@ class Judged:
     token: int
     """Token with the largest ratio, as an index in the row (prompt and response)."""
     dtype: str
-    """Output dtype (torch name)."""
     point: Point | None = None
     """Where the operator's own error enters the forward pass. None for expert choices and the head."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """One row's forward pass in a layer window, compared with float64."""
-
     window: Window
     operators: list[Judged] = field(default_factory=list)
     """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
     """Introduced error at each point (found minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Reasons by operator."""
     attended: set[int | None] = field(default_factory=set)
     """Layers whose attention has run. From then on, operators outside the layers come last."""
 
@@ -93,13 +84,11 @@ class Judgement:
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
-    """Compare values [T, ...] outside the layers."""
     measured = _measured(found, found.double() - exact, exact, bound)
     return Judged(operator=operator, kind=kind, layer=None, order=order, **measured)
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
-    """Return the largest error-to-bound ratio in values [T, ...]."""
     return float(_measured(found, found.double() - exact, exact, bound)["ratio"])
 
 

@@ -11,7 +11,6 @@ _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer index in a module's name, or None outside the layers."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 

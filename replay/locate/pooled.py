@@ -1,5 +1,3 @@
-"""Operator results over all sequences, and the first divergence."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -29,7 +27,6 @@ Found = dict[Operator, list[tuple[str, Judged]]]
 class Pooled:
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Results for a side's code in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
     """For each side, true if its code matches the recorded model in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
@@ -97,8 +94,7 @@ def first_divergence(
 ) -> Divergence | None:
     """Return the first operator whose result is not explained by rounding, or None.
 
-    If a side's code matches the recorded model in float64, differing intermediate results have no effect. They are
-    noted in `pooled.unjudged` and otherwise ignored.
+    Differences without an effect on the float64 log-probabilities are noted in `pooled.unjudged`.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

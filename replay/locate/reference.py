@@ -1,8 +1,5 @@
-"""The recorded model in float64, which checks each operator on the execution's own inputs.
-
-It runs a row with the execution's values substituted around each operator (module `forward`), so each error excludes
-earlier ones.
-"""
+"""The recorded model in float64, which checks each operator on the execution's own inputs, so errors exclude earlier
+ones."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators in a row's forward pass. Afterwards, `taps` holds only the head's values.
-
-        `first_position` is the first token's position.
-        """
+        """Judge the operators in a row's forward pass. Afterwards, `taps` holds only the head's values."""
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -64,12 +58,10 @@ class Reference:
         self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
         windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:  # fmt: skip
-        """Return each error's first-order contribution to sum(weights_T * logprobs) for the response: error times
-        gradient.
+        """Return each error's first-order contribution to sum(weights_T * logprobs): error times gradient.
 
         This takes one float64 forward and backward pass. `errors_of` returns the executions' errors in a layer window.
-        It is called from the last window to the first, and only one window's errors are kept. Layers are recomputed in
-        the backward pass, so values inside a layer exist for one layer at a time.
+        It is called from the last window to the first, and only one window's errors are kept.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
@@ -111,7 +103,6 @@ class Reference:
             yield
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
-        """Return response log-probabilities [T] float64."""
         with torch.no_grad(), KeepDouble():
             return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
@@ -123,7 +114,6 @@ class Reference:
         return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
 
     def _hidden(self, row: RecordedRow, first_position: int) -> Any:
-        """Return prompt and response hidden states [1, T, H]."""
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
         device = next(self.model.parameters()).device
         positions = first_position + torch.arange(len(ids), device=device)
@@ -196,7 +186,6 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """Return the dot product, leaving out non-finite terms."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

@@ -36,7 +36,6 @@ LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
 Head = list[tuple[Judged, np.ndarray]]
 """Operators after the last hidden states, each with its error's contribution to the log-probabilities [T] (nats)."""
 _LAST = 1 << 40
-"""The head's order, after all layers."""
 RANDOM = "random"
 _SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
@@ -44,8 +43,6 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Sequences chosen from a step: at least one, all with the same policy version."""
-
     rows: tuple[RecordedRow, ...]
     how: str
     """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
@@ -54,10 +51,7 @@ class Chosen:
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Select sequences by text such as `8`, `random:8`, or ids.
-
-    Raises InvalidOption, and CannotReplay if the step has no scored sequence.
-    """
+    """Select sequences by text such as `8`, `random:8`, or ids. Raises InvalidOption, CannotReplay."""
     usable = [row for row in rows if row.scored.any()]
     if not usable:
         raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
@@ -88,7 +82,6 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Return mean |train - rollout| by sequence (nats). Empty without engine logprobs."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
@@ -103,8 +96,6 @@ def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict
 
 
 class SequenceJudge:
-    """Judges one sequence's operators, one layer window at a time."""
-
     def __init__(
         self, row: RecordedRow, executions: Mapping[str, AnyExecution], reference: Reference,
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
@@ -120,7 +111,6 @@ class SequenceJudge:
         """How much the executions differ by operator: in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
-        """Add the sequence's results to `pooled`."""
         row, pooled = self._row, self._pooled
         d_T = np.where(row.scored, pooled.logprobs[B][row.seq_id] - pooled.logprobs[A][row.seq_id], 0.0)
         for position in sorted(set(self._positions.values())):

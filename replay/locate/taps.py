@@ -1,7 +1,6 @@
 """Record operator inputs and outputs in a forward pass, for some rows.
 
-Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, G key-value
-heads, D head width.
+Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, D head width.
 """
 
 from __future__ import annotations
@@ -62,11 +61,8 @@ def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int,
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return operators by name: modules that compute and contain no other module.
-
-    A mixture's experts are one operator, and so is a projection with its adapters. Modules named in `also` are always
-    operators.
-    """
+    """Return modules that compute and contain no other module, or are named in `also`. A mixture's experts are one
+    operator, and so is a projection with its adapters."""
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -82,7 +78,6 @@ def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def are_experts(module: Any) -> bool:
-    """Return True if a module holds all expert weights in a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
@@ -102,11 +97,8 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] of a tensor, or None if it has no token axis.
-
-    The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. With `heads_first`, it is [B, N, W, D] for any
-    N.
-    """
+    """Return a row's part [T, ...] of [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token
+    axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -234,11 +226,8 @@ def attention_around(around: Around) -> Iterator[None]:
 def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each module's
-    call.
-
-    As with torch's hooks, a result from `before` replaces the arguments, and one from `after` replaces the result.
-    """
+    """Hook each module: `before(name, module, args, kwargs)`, `after(name, module, args, kwargs, given)`. As in torch,
+    their results replace the arguments and the result."""
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:
@@ -254,7 +243,6 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 class Taps:
     def __init__(self, model: Any, wanted: Callable[[str], bool], recorded: Mapping[str, Any]):
-        """`wanted` selects operators by name. `recorded` are the recorded model's operators."""
         self._device = next(model.parameters()).device
         every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
@@ -264,7 +252,6 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators whose code differs from the recorded model's."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -337,7 +324,6 @@ class Taps:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """Return attention layer names: modules with a query projection or a fused one."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name

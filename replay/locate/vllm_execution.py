@@ -1,10 +1,9 @@
 """vLLM as one of the two executions, observed under transformers' names.
 
-vLLM packs tokens from several sequences into one forward pass, without padding. A sequence's tokens arrive in one pass,
-in chunks, or one by one, and are joined in order here. Fused projections are split as in transformers.
+A sequence's tokens may arrive in one pass, in chunks, or one by one, and are joined in order. Fused projections are
+split.
 
-Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
-width.
+Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response).
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class VllmExecution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by transformers' parameter name, without experts."""
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
@@ -110,7 +108,6 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return float64 logprobs [T] by sequence, and operator inputs and outputs selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
@@ -146,15 +143,11 @@ class _EngineNumerics(NamedTuple):
 
 
 class _EagerScorer(VllmScorer):
-    """Scorer whose engine runs every operator separately, on every token."""
-
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
 
 
 class _Batch:
-    """Finds each sequence's tokens in vLLM's next forward pass."""
-
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -191,10 +184,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Map each vLLM module to the transformers operators in its place.
-
-    Raises CannotReplay for a module without a counterpart.
-    """
+    """Map each vLLM module to the transformers operators in its place. Raises CannotReplay for a module without any."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -225,8 +215,6 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 class _EngineTaps:
-    """Records vLLM operators' inputs and outputs, by sequence and in token order."""
-
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)

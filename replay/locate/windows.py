@@ -1,5 +1,3 @@
-"""Split sequences and layers to fit recorded operator values into memory."""
-
 from __future__ import annotations
 
 import math
@@ -30,18 +28,14 @@ class Window:
     """First layer, or None for all layers."""
     last: int | None = None
     is_first: bool = True
-    """True if operators before the layers belong to the window."""
     is_last: bool = True
-    """True if operators after the layers belong to the window."""
 
     def has(self, layer: int) -> bool:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values.
-
-        Includes the next layer's norms, since they take the last layer's output.
-        """
+        """Return True if the window needs an operator's values. Includes the next layer's norms, since they take its
+        last output."""
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))
@@ -60,11 +54,7 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Yield groups of sequences that fit into memory together, each with its layer windows.
-
-    Sequences that share a forward pass stay together where possible. `num_bytes` is the memory per token. There is only
-    one window unless a single sequence does not fit.
-    """
+    """Yield groups of sequences that fit into memory together, each with its layer windows. `num_bytes` is per token."""
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
 
     def size(part: Sequence[RecordedRow]) -> int:
@@ -84,7 +74,6 @@ def parts(
 
 
 def bytes_per_token(model: Any) -> int:
-    """Estimate the memory for all operator inputs and outputs (bytes per token)."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden

@@ -1,7 +1,6 @@
 """Attention over a KV cache. Results do not depend on keys that a query does not see.
 
-An unseen key has a weight of exactly 0. A query's weights are scaled by the keys it sees, and a key or value by its own
-token, so prefill, chunks and decode slice the same numbers in the same way.
+Unseen keys weigh exactly 0, and scales do not depend on them, so prefill, chunks and decode slice the same numbers.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.
@@ -27,7 +26,6 @@ MB, plus six to eight times as much for intermediate results."""
 @dataclass(frozen=True, slots=True)
 class Seen:
     keys_BTS: Any
-    """bool: true if the query sees the key."""
     first_T: list[int]
     last_T: list[int]
     """First and last key that each query sees in any row. On the host, copied once per forward pass."""

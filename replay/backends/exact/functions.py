@@ -1,8 +1,7 @@
 """Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
 
-torch's own functions differ between a tensor's body and its tail, and between CPU and GPU. IEEE 754 defines +, -, *, /,
-sqrt and rounding to an integer exactly, so functions built from these give the same bits everywhere. Each step is a
-separate torch operation, since fusing may skip a rounding.
+torch's own functions differ between a tensor's body and its tail, and between CPU and GPU. IEEE 754 operations do not.
+Each step is a separate torch operation, since fusing may skip a rounding.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ def exp(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Return the natural logarithm for positive normal float64 numbers. The relative error is around 2e-16.
-
-    With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
-    """
+    """Return the natural logarithm for positive normal float64 numbers. The relative error is around 2e-16."""
+    # With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
     exponent = (x.view(torch.int64) >> 52) - 1023
     mantissa = x * power_of_two(-exponent)
     upper = mantissa > math.sqrt(2)
@@ -72,7 +69,6 @@ def silu(x: Any) -> Any:
 
 
 def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Evaluate a polynomial by Horner's rule, given coefficients from the lowest order."""
     result = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result.mul_(x).add_(coefficient)
@@ -97,10 +93,7 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51.
-
-        With three, sums in an fp64 replay are as accurate as float64 sums.
-        """
+        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:

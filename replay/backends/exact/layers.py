@@ -1,8 +1,5 @@
-"""Decoder layers other than attention.
-
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width, C
-tokens per chunk, V vocabulary.
-"""
+"""Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width, C
+tokens per chunk, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Maximum tokens per matrix product, to limit memory use."""
 CHUNK_BYTES = 128 << 20
 """Maximum bytes of float64 logits to hold in memory at once."""
 
@@ -24,7 +20,6 @@ class Linear:
     """Linear layer that slices its weight once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """Results are rounded to `output_dtype`, by default the activations' dtype."""
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -137,8 +132,6 @@ class Mixture:
 
 
 class ExactHead:
-    """Vocabulary projection and log-softmax."""
-
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
         """Logits are first rounded to `projection_dtype`, by default the activations' dtype."""
         projection = held.get_output_embeddings()

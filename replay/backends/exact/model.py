@@ -1,8 +1,5 @@
-"""A decoder built from exact layers with a transformers model's weights.
-
-Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T, A
-heads, D head width.
-"""
+"""Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T,
+A heads, D head width."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check(identity: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if this engine cannot run the model."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
@@ -47,8 +43,6 @@ def check(identity: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator that can be observed or replaced at runtime."""
-
     owner: Any
     attribute: str
     is_heads_first: bool = False
@@ -67,7 +61,6 @@ class Core:
 
 class ExactModel:
     def __init__(self, held: Any):
-        """`held` is the transformers model with the weights."""
         self.held = held
         self.config = held.config
         self._layers: list[SimpleNamespace] = []
@@ -114,7 +107,6 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return a head that first rounds logits to `dtype`, by default the activations' dtype."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
@@ -135,10 +127,8 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return hidden states [B, T, H] float64 for the last T tokens. The caches must hold all earlier ones.
-
-        `rows_BS` numbers the rows, which do not attend to each other. 0 is padding.
-        """
+        """Return hidden states [B, T, H] for the last T tokens. Rows numbered in `rows_BS` do not attend to each other.
+        0 is padding."""
         self.prepare()
         B, T = ids_BT.shape
         start = rows_BS.shape[1] - T

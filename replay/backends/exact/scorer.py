@@ -1,7 +1,4 @@
-"""Score with exact layers: prefill, packed, or through the KV cache, always with the same bits.
-
-Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width.
-"""
+"""Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Gives a token the same bits for any batch, padding, chunking and thread count.
-
-    Positions count only a row's own tokens, so padding does not shift them.
-    """
+    """Gives a token the same bits for any batch, padding, chunking and thread count."""
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
 

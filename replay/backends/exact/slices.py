@@ -1,12 +1,9 @@
 """Exact products and sums that do not depend on summation order.
 
-A vector is cut into slices with a few bits each, stored as integers in float64. Their products and all partial sums are
-integers below 2**53, exact in float64, so a BLAS may add them in any order, on any device, and gets the same bits. The
-few slice sums are then added in a fixed order (Ozaki, Ogita, Oishi and Rump, Error-free transformations of matrix
-multiplication, Numer. Algorithms 59, 2012).
-
-Each vector (a token's activations, a weight row, a key) sets its own power-of-two scale, so a token's result does not
-depend on its neighbours in the batch.
+A vector is cut into slices with a few bits each, stored as integers in float64. Their products and all partial sums
+stay below 2**53, so a BLAS may add them in any order and gets the same bits (Ozaki, Ogita, Oishi and Rump, Numer.
+Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its neighbours
+in the batch.
 
 Shapes: M rows on the left, N rows on the right, K summed over.
 """
@@ -23,7 +20,6 @@ from .functions import power_of_two
 _LARGEST = 500
 """Largest exponent at which multiplying two scales stays within float64. No float32 number reaches it."""
 _UNIT_BITS = 33
-"""Limb size for `sum_of_units` (bits)."""
 UNITS = 1 << (53 - _UNIT_BITS)
 """Maximum number of values that `sum_of_units` can add exactly."""
 
@@ -40,20 +36,14 @@ class Slices:
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the largest slice size (bits) at which sums over `length` slice products are exact.
-
-    First-slice products require 2 * bits + log2(length) <= 53. Higher-order sums are no larger or, with three slices,
-    at most a quarter larger.
-    """
+    """Return the largest slice size at which sums over `length` slice products are exact (bits)."""
+    # First-slice products require 2 * bits + log2(length) <= 53. Three slices add up to a quarter.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
 def sliced(x: Any, bits: int, count: int) -> Slices:
-    """Cut vectors along the last axis into `count` slices.
-
-    The error is at most 2**-(count * bits) relative to the vector's largest element. A vector with a NaN or infinity
-    becomes all NaN.
-    """
+    """Cut vectors into `count` slices. The error is at most 2**-(count * bits) relative to the largest element. A
+    vector with a NaN or infinity becomes all NaN."""
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
     parts = []
@@ -76,8 +66,7 @@ def matmul(left: Slices, right: Slices) -> Any:
     """Return left @ right.T, [..., M, N] float64, for `left` [..., M, K] and `right` [..., N, K].
 
     Slice products with order `count` or higher are dropped. With `count` slices (b bits each), the absolute error is at
-    most 6 K 2**(-count b) max|left row| max|right row|, plus a relative 2**-52. For two slices and K = 4096, b is 20
-    and the bound is 2**-37 K max max. A float32 sum's bound is 2**-24 K sum|left||right|.
+    most 6 K 2**(-count b) max|left row| max|right row|, plus a relative 2**-52.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
