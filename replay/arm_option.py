@@ -1,4 +1,4 @@
-"""Arm option definitions, which generate the checks, messages, command-line flags and docs."""
+"""Arm option definitions. Checks, messages, command-line flags and docs are generated from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ArmOption:
     values: tuple[str, ...] = ()
     """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Unsupported values, by engine or command."""
+    """Unsupported values by engine or command."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1

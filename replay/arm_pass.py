@@ -59,8 +59,8 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add a step's scores as one record, so a killed replay never leaves half of them. Sequences that a concurrent
-        replay has scored are skipped."""
+        """Add a step's scores as one record, so a killed replay never leaves half of them. Sequences already scored by
+        a concurrent replay are skipped."""
         with alone(self.run.folder):
             scored_now = self._scored_now(step)
             unscored = {row.seq_id for row in scored.rows} - scored_now

@@ -35,8 +35,8 @@ class Arm:
     """Settings to change in a replay. Any option left at its default keeps the recorded setting."""
 
     engine: str = arm_option(
-        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
-        "depend on the batch.",
+        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers with "
+        "batch-independent bits.",
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
@@ -239,8 +239,8 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
-                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
+                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated changes such as "
+                f"dtype=fp16,batch-size=1, with these names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

@@ -16,7 +16,7 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Default token limit for a packed forward pass, by device. A longer row runs alone."""
+"""Default token limits for packed forward passes. A longer row runs alone."""
 UNLABELLED = -100
 
 
@@ -34,7 +34,7 @@ class _PlacedRows:
 
     @property
     def before_N(self) -> np.ndarray:
-        """Indices of the hidden states that predict the response tokens."""
+        """Hidden state indices that predict the response tokens."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
 
@@ -203,7 +203,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield rows in order, in groups as large as `fits` allows. A row that never fits gets its own group."""
+    """Yield rows in order, grouped while they fit. A row that never fits gets its own group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

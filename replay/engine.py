@@ -38,7 +38,7 @@ class _PendingArm:
     target: ArmPass
     steps: list[int]
     scored_before: dict[int, set[str] | None]
-    """Sequences already scored in this arm, by step. None if all are."""
+    """Sequences already scored in this arm by step, or None for all."""
     is_replaced: bool = False
     """True if the arm's existing pass must be removed first."""
 
@@ -66,23 +66,22 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` are `Arm` fields and define one arm. `arm` adds more arms as text: `dtype=fp16,batch-size=1`. The
-    unchanged recording is always replayed first, as `replay/as-recorded`. Trust differences in other arms only if it
+    unchanged recording is always replayed first as `replay/as-recorded`. Trust differences in other arms only if it
     reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm that has
     already scored all steps is refused, and so is a name already used for different changes.
 
-    `sample` limits the replay to a random sample: a fraction of the sequences if below 1, otherwise about this many. It
-    draws whole prompt groups across all steps. A trace always gives the same sample, and a larger sample includes every
-    smaller one. Arms that keep the recorded batches still run whole forward passes, because the rest of the batch
-    affects a sequence's bits.
+    `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about this
+    many. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep the
+    recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
 
-    `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
-    `weights_from` is the run's checkpoint folder, for a trace without weights.
+    `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
+    the run's checkpoint folder, if the trace has no weights.
 
     A trace cannot make a replay run code: the model must be one of transformers' own classes, and the scoring function
     must be TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) runs only if
-    `allow_kernel` names it. Recorded attention or experts that do not run here are replaced by torch's own, with a
-    warning. If the recording cannot be replayed at all, the other arms still run. In the results, `not_held` says why
-    the bits differ.
+    `allow_kernel` names it. Recorded attention or experts that do not run here are replaced by torch's own, and a
+    warning says so. If the recording cannot be replayed at all, the other arms still run. In the results, `not_held`
+    says why the bits differ.
 
     `dry_run` writes nothing. It scores the first rows in each arm and returns a `plan` that estimates the remaining
     work and time.
@@ -244,7 +243,7 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Scores units in this process or in a Ray actor, which opens the trace when its first unit arrives."""
+    """Scores units in this process or in a Ray actor. An actor opens the trace when its first unit arrives."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
@@ -259,7 +258,7 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and, in an actor, the token count (otherwise 0)."""
+        """Score a unit and write its scores. Return the results and the token count (0 unless in an actor)."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)

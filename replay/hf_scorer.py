@@ -255,8 +255,8 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (which needs fewer
-        columns), and otherwise to the recorded side."""
+        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (fewer columns), and
+        otherwise to the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 

@@ -54,7 +54,7 @@ class RecordedRow:
     version_assumed: str = ""
     """Where `policy_version` comes from if it was not recorded with the scores. Otherwise empty."""
     composition_known: bool = True
-    """True if the trace shows which rows shared a forward pass. Otherwise each row runs alone."""
+    """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
@@ -72,7 +72,7 @@ class RecordedRun:
     ):  # fmt: skip
         """Open a local trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `allow_kernel` lists recorded hub kernels that may run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
+        `allow_kernel` lists recorded hub kernels that may run, besides those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
@@ -275,7 +275,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Read the columns of all matching rows, leaving out older attempts at a step."""
+        """Read the columns of all matching rows. Older attempts at a step are left out."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

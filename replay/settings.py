@@ -22,7 +22,7 @@ _cuda_began: list[str | None] = []
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return a setter for each recorded setting, in the order they must be applied."""
+    """Return a setter for each recorded setting. The order matters."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {

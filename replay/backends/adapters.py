@@ -42,7 +42,7 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Initialisation and storage fields, which do not affect a forward pass once weights are loaded."""
+"""Initialisation and storage fields. They do not affect a forward pass once weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
@@ -83,8 +83,8 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     ]  # fmt: skip
     if others:
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; only "
-            f"plain LoRA and DoRA are supported"
+            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}; only plain LoRA and DoRA can be "
+            f"replayed"
         )
     del known["peft_type"]
     return {field: value for field, value in known.items() if value is not None}
@@ -124,7 +124,7 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return weights with the adapter merged, under the base model's names. PEFT does the merging, as it does when TRL
+    """Return weights with the adapter merged, under the base model's names. PEFT does the merging, like TRL before it
     sends weights to an engine (trl.generation.vllm_generation)."""
     import torch
 

@@ -48,8 +48,8 @@ def forced(attention: str | None) -> Iterator[None]:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
         raise CannotReplay(
-            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math, which "
-            f"always works, or eager"
+            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math (always "
+            f"available) or eager"
         ) from error
 
 

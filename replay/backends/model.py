@@ -35,9 +35,9 @@ def build(
 ) -> Any:  # fmt: skip
     """Build the model with its adapters but without weights. Raises CannotReplay.
 
-    `factory` names a function (`module:function`) to call instead of transformers, with `config` (a dict), `dtype` (a
-    torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code runs
-    except the attention kernels in `allow_kernel`.
+    `factory` names a function (`module:function`) to call instead of transformers. It gets `config` (a dict), `dtype`
+    (a torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code
+    runs except the attention kernels in `allow_kernel`.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
@@ -169,8 +169,8 @@ def _function(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CannotReplay(
-            f"model factory {path!r}: cannot be imported ({error}); write module:function, with the module in the "
-            "working directory or installed"
+            f"model factory {path!r}: cannot be imported ({error}); write module:function (the module must be "
+            "installed or in the working directory)"
         ) from error
     finally:
         sys.path.remove(os.getcwd())

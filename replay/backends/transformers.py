@@ -118,7 +118,8 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has `.logits`."""
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`. It returns logits [B, W, V] or an object with
+    `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

@@ -27,7 +27,7 @@ FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
 """transformers' check for each attention package. Without the package, transformers would fetch a hub kernel."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable with comma-separated kernel names, for commands without `allow_kernel`."""
+"""Environment variable for commands without `allow_kernel`: comma-separated kernel names."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
@@ -38,17 +38,17 @@ WHY = {
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
     UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
-    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is unknown",
+    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's",
     REFUSED: "the recording does not run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Why the recorded bits are not reproduced, by code."""
+"""Why the recorded bits are not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MODEL_LISTS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""transformers' lists of models with token logits."""
+"""transformers models with token logits."""
 
 _DROPPED = frozenset({
     "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path", "_commit_hash", "code_revision",
@@ -240,8 +240,8 @@ def model_class(path: str) -> Any:
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop config fields, at any depth, that would make transformers fetch, import or run something. Raises
-    CannotReplay for impossible sizes."""
+    """Drop config fields at any depth that would make transformers fetch, import or run something. Raises CannotReplay
+    for impossible sizes."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in _DROPPED or (name.startswith("__") and name.endswith("__")):

@@ -1,4 +1,4 @@
-"""Score with vLLM, by prefilling the whole sequence or by decoding with forced tokens."""
+"""Score with vLLM. Sequences are prefilled whole, or decoded with forced tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM mixture of experts, presented as in transformers. In vLLM, one module and one tensor hold all experts.
+"""Present a vLLM mixture of experts like transformers does. In vLLM, one module and one tensor hold all experts.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """

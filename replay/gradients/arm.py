@@ -17,8 +17,8 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
     logprobs: str | None = arm_option(
-        "Pass to use as the importance ratio's denominator, and in place of train in the correction's train / rollout: "
-        "train, rollout (bypass), current (ratio 1), or replay/<arm>.",
+        "Pass to use as the importance ratio's denominator and instead of train in the correction's ratio "
+        "(train / rollout): train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip
     correction: str | None = arm_option(

@@ -47,12 +47,12 @@ def gradient(
     used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
     correction (`correction=RULE`: none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
     sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
-    weights train / rollout, which the other corrections approximate.
+    weights train / rollout that the other corrections approximate.
 
     The variance across micro-batches needs at least 4 of them. `loss` overrides loss fields or sets missing ones, e.g.
-    `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds a model whose class
-    is not in transformers. `weights_from` is the run's checkpoint folder, for a trace without weights. `allow_kernel`
-    lists recorded hub kernels that may run. Nothing is written.
+    `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds models missing from
+    transformers. `weights_from` is the run's checkpoint folder, if the trace has no weights. `allow_kernel` lists
+    recorded hub kernels that may run. Nothing is written.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
     running one. Its nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a

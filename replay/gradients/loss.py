@@ -26,7 +26,7 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors for each row's loss, by row key. They are applied one after the other, to round as a trainer does."""
+"""Two divisors per row, applied one after the other to round as a trainer does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StepLoss:
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """Return these rows' share of the optimizer step's loss. All shares add up to it."""
+        """Return these rows' share of the optimizer step's loss."""
         cells = _Cells.of(rows, current_N)
         terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
         if is_of_rows and terms.shape[1] == 1:
@@ -52,7 +52,7 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """Return the loss terms, [B, T] or [B, 1]. Operations run in TRL's order, which affects rounding."""
+        """Return the loss terms [B, T] or [B, 1]. TRL's operation order is kept, since it affects rounding."""
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
         # Tokens without a denominator logprob have ratio 1.
@@ -99,7 +99,7 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _weights(self, cells: _Cells) -> Any:
-        """Return the correction's weights, [B, T] or [B, 1]. A token without a rollout logprob has ratio 1."""
+        """Return the correction's weights [B, T] or [B, 1]. A token without a rollout logprob has ratio 1."""
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -192,7 +192,7 @@ def divisors(loss: Loss, update: Update) -> Divisors:
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
                 raise CannotReplay(
-                    "loss: aggregation constant needs max_tokens, which was not recorded; set it with "
+                    "loss: aggregation constant needs max_tokens, but it was not recorded; set it with "
                     f"{option('loss', 'max_tokens=N')}"
                 )
             pair = (sequences[0] * loss.max_tokens, sequences[1])
@@ -203,5 +203,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a unique key in the optimizer step, which may contain a sequence more than once."""
+    """Return a unique key within an optimizer step. Sequences may occur more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -10,9 +10,9 @@ from ...schemas.results import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGradient:
-    """An arm's gradient a compared with the recorded gradient r, for the whole model or one kind of module.
+    """Compares an arm's gradient a with the recorded gradient r in the whole model or one kind of module.
 
-    a and r are sums over n micro-batches, with shares a_i and r_i. n a_i estimates a from micro-batch i alone.
+    a and r are sums over n micro-batches with shares a_i and r_i. n a_i estimates a from micro-batch i alone.
     """
 
     module: str

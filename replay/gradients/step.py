@@ -40,7 +40,7 @@ class Sums:
         return squares
 
     def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
-        """Return aa, ar, rr and (a - r)^2, [4, M], for an arm's gradient a and the reference r, summed in float64."""
+        """Return [4, M] sums in float64: aa, ar, rr and (a - r)^2 for an arm's gradient a and the reference r."""
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
@@ -98,7 +98,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
+            notes.append("the step has several updates, so it is unclear whose grad norm was logged")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -110,7 +110,7 @@ class StepPasses:
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
         if not update.composition_known:
-            why.append("the trace does not record which rows formed each micro-batch")
+            why.append("the trace does not record micro-batches")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
             why.append(f"{writers} processes computed the gradient, so the summation order differs here")
@@ -119,7 +119,7 @@ class StepPasses:
                 f"only {len(update.places)} of {int(self._accumulated) * writers} micro-batches per optimizer step were recorded"
             )
         if scorer.has_dropout:
-            why.append("the model uses dropout, as in the recording")
+            why.append("the recorded pass uses dropout")
         config = scorer.run.model["config"]
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
             why.append("the routers' auxiliary loss, if the trainer added it, is not included")

@@ -25,8 +25,7 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for code other than the recorded model's (which may split sums), in unit roundoffs at a token's
-largest element."""
+"""Extra error allowed for other code, which may split sums (unit roundoffs at a token's largest element)."""
 _ROWS = 64
 
 
@@ -60,7 +59,7 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff for accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's matmuls."""
+        """Unit roundoff for accumulated sums. torch's and vLLM's matmuls use float32 for narrower dtypes."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
@@ -86,7 +85,7 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error in a module's output, in a shape that broadcasts to `exact`.
+    """Bound the error in a module's output. Broadcasts to `exact`.
 
     `takes` and `exact` are the float64 inputs and output. With `is_other_code`, each step in the module's code may
     round.
@@ -134,8 +133,7 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] from rotating pairs by float32 angles, for any pairing. Rotations preserve a pair's
-    norm."""
+    """Bound the error [T, N, D] from rotating any pairs by float32 angles. Rotations preserve a pair's norm."""
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
@@ -151,7 +149,7 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in custom attention code, which may use float32 even in a float64 model."""
+    """Bound the error in custom attention code. It may use float32 even in a float64 model."""
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 
@@ -211,7 +209,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Bound the error in a linear layer or, if `slot` is above 0, in a router's scores to first order."""
+    """Bound the error in a linear layer or (if `slot` is above 0) in a router's scores, to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT

@@ -1,4 +1,4 @@
-"""`tim-trace locate`: find where two executions diverge, and which operators cause the mismatch."""
+"""`tim-trace locate`: find where two executions diverge and what causes the mismatch."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def locate(
     """Find where two executions of recorded sequences diverge.
 
     `analysis.locate` adds shares and intervals. `prepare` and `prepare_against` modify a side's model after its weights
-    are loaded. That side is then treated as user code, as with `model_factory`. `tapped_bytes` limits the memory for
-    recorded operator values (default: a quarter of the free memory).
+    are loaded. That side then counts as user code. `tapped_bytes` limits the memory for recorded operator values
+    (default: a quarter of the free memory).
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -115,9 +115,7 @@ def _named(text: str | None) -> Callable[[str], bool]:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(
-            f"got {text!r}; give comma-separated parts of names, e.g. q_proj,rotary", option="operators"
-        )
+        raise InvalidOption(f"got {text!r}; give comma-separated name parts, e.g. q_proj,rotary", option="operators")
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
@@ -135,7 +133,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """User code executed in float64, by side."""
+        """User code in float64, one execution per side."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -181,7 +179,7 @@ class _Location:
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
-                f"no operator in these layers matches; use one of these kinds: {kinds}", option="operators"
+                f"no operator in these layers matches; kinds in these layers: {kinds}", option="operators"
             )
         operators, weights = tuple(pooled.operators()), tuple(self._foreign_weights())
         first = first_divergence(operators, weights, pooled)

@@ -1,4 +1,4 @@
-"""One of the two executions to compare. Its model's operators can be observed and replaced while it scores."""
+"""An execution to compare. Its model's operators can be observed and replaced while it scores."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return float64 logprobs [T] by sequence, batched from `of` and run within `around`."""
+        """Return float64 logprobs [T] by sequence. Batches come from `of` and run within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:

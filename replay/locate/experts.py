@@ -1,6 +1,6 @@
 """Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
 
-A router may choose by groups, with a bias, or from scaled scores. So it runs again with the execution's logits.
+A router may choose by groups, add a bias, or scale its scores. So it runs again with the execution's logits.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -27,8 +27,8 @@ itself is judged wrong."""
 _STEPS = 4.0
 """Rounding error allowed for an expert's logit, and for each later value up to the choice (unit roundoffs)."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts for chosen and for other experts, in units of the allowed rounding error. A choice is accepted if it follows
-from the logits under any pair."""
+"""Shifts for chosen and other experts, relative to the allowed rounding error. A choice is accepted if it follows from
+the logits under any pair."""
 
 
 def judge_router(

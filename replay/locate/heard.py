@@ -22,10 +22,11 @@ _STEEPEST = 1.13
 
 
 class Arithmetic(Protocol):
-    """An execution's arithmetic, as the bounds need it."""
+    """What the bounds need to know about an execution's arithmetic."""
 
     @property
-    def weight_dtypes(self) -> dict[str, Any]: ...
+    def weight_dtypes(self) -> dict[str, Any]:
+        """torch dtypes by parameter name."""
 
     @property
     def rounds_scores(self) -> bool:

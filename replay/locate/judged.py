@@ -33,7 +33,7 @@ class Judged:
     ratio: float
     """Largest introduced error divided by its bound. inf if only one side is finite or a choice differs."""
     token: int
-    """Token with the largest ratio, as an index in the row (prompt and response)."""
+    """Token with the largest ratio (index in prompt and response)."""
     dtype: str
     point: Point | None = None
     """Where the operator's own error enters the forward pass. None for expert choices and the head."""
@@ -48,7 +48,7 @@ class Judgement:
     """Introduced error at each point (found minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. From then on, operators outside the layers come last."""
+    """Layers with finished attention. From then on, operators outside the layers come last."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,

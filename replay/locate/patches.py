@@ -34,7 +34,7 @@ def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch each execution in turn, in batches from `of`. `wanted` selects routers, `is_asked` operators."""
+    """Patch each execution in turn. `wanted` selects routers, and `is_asked` selects operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -78,7 +78,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 def _choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return the router choices [T, L, S] for `rows` by sequence, with NOT_ROUTED for unselected routers."""
+    """Return router choices [T, L, S] by sequence. Unselected routers get NOT_ROUTED."""
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
         own = [names_of(name, module)[0] for name, module in mixtures(giver.model).items()]

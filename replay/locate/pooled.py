@@ -14,10 +14,10 @@ CODE_DIFFERS = 4e-6
 float32 internally stays below it."""
 _UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
-"""If more than this fraction of elements differ, a tensor counts as a different one, not as modified."""
+"""If more than this fraction of elements differ, a tensor counts as a different one rather than modified."""
 
 Apart = tuple[float, float]
-"""Two sums, squared: the executions' difference, and execution a's values. NaN if not comparable."""
+"""Squared norms for the executions' difference and for execution a. NaN if not comparable."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each with its sequence."""
@@ -40,7 +40,7 @@ class Pooled:
     kinds: set[str] = field(default_factory=set)
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """`product` is the error's contribution to the sum of d^2 (nats^2)."""
+        """`product` is the error's contribution to sum d^2 (nats^2)."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
@@ -92,9 +92,9 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator whose result is not explained by rounding, or None.
+    """Return the first operator not explained by rounding, or None.
 
-    Differences without an effect on the float64 log-probabilities are noted in `pooled.unjudged`.
+    Differences that do not affect float64 log-probabilities are noted in `pooled.unjudged`.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

@@ -1,5 +1,4 @@
-"""The recorded model in float64, which checks each operator on the execution's own inputs, so errors exclude earlier
-ones."""
+"""The recorded model in float64. It checks each operator on the execution's own inputs, so errors exclude earlier ones."""
 
 from __future__ import annotations
 
@@ -124,7 +123,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies each error by the gradient at its point, as soon as the backward pass gets there."""
+    """Multiplies each error by its gradient during the backward pass."""
 
     def __init__(
         self,

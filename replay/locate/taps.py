@@ -1,4 +1,4 @@
-"""Record operator inputs and outputs in a forward pass, for some rows.
+"""Record some rows' operator inputs and outputs in a forward pass.
 
 Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, D head width.
 """
@@ -39,7 +39,7 @@ class Call:
 @dataclass(slots=True)
 class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
-    """By operator, in execution order."""
+    """In execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer inputs [T, H] by layer index. Absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] of [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token
+    """Return a row's part [T, ...] in [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token
     axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
@@ -141,7 +141,7 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor to use instead of `value`, or None without a match in size."""
+    """Return the execution's tensor to use instead of `value`, or None if no size matches."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
@@ -200,7 +200,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called as (module, original, args, kwargs) in place of an attention function."""
+"""Called as (module, original, args, kwargs) instead of an attention function."""
 
 
 @contextmanager
@@ -276,7 +276,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor, copied only once if several operators return or take it."""
+        """Return a row's part. Tensors that several operators return or take are copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:

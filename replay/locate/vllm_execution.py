@@ -1,6 +1,6 @@
 """vLLM as one of the two executions, observed under transformers' names.
 
-A sequence's tokens may arrive in one pass, in chunks, or one by one, and are joined in order. Fused projections are
+A sequence's tokens may arrive at once, chunk by chunk, or one by one, and are joined in order. Fused projections are
 split.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response).
@@ -44,7 +44,7 @@ Span = tuple[str, slice, int]
 
 
 class VllmExecution:
-    """A vLLM engine with one step's weights, in eager mode: no compilation, CUDA graphs or prefix cache."""
+    """A vLLM engine with one step's weights. Runs eagerly without compilation, CUDA graphs or prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -151,7 +151,7 @@ class _Batch:
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Sequences not yet started in vLLM, by token ids."""
+        """Sequences not yet started in vLLM (by token ids)."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -184,7 +184,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Map each vLLM module to the transformers operators in its place. Raises CannotReplay for a module without any."""
+    """Map each vLLM module to the transformers operators in its place. Raises CannotReplay if there are none."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)

@@ -22,7 +22,7 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Layers whose operator values are in memory at the same time."""
+    """Layers with operator values in memory at the same time."""
 
     first: int | None = None
     """First layer, or None for all layers."""
@@ -54,7 +54,7 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Yield groups of sequences that fit into memory together, each with its layer windows. `num_bytes` is per token."""
+    """Yield groups of sequences that fit into memory together, each with its layer windows."""
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
 
     def size(part: Sequence[RecordedRow]) -> int:

@@ -26,7 +26,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x in float64, with a relative error around 1e-16. 0 for x < -708, e**709 for x > 709."""
+    """Return e**x in float64 (relative error around 1e-16). 0 for x < -708, e**709 for x > 709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -35,7 +35,7 @@ def exp(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Return the natural logarithm for positive normal float64 numbers. The relative error is around 2e-16."""
+    """Return the natural logarithm for positive normal float64 numbers (relative error around 2e-16)."""
     # With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
     exponent = (x.view(torch.int64) >> 52) - 1023
     mantissa = x * power_of_two(-exponent)
@@ -48,7 +48,7 @@ def log(x: Any) -> Any:
 
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
-    """Return cosine and sine for float64 angles from 0 to a million radians. The error is around 2e-16."""
+    """Return cosine and sine for float64 angles from 0 to a million radians (error around 2e-16)."""
     turns = (x * (2 / math.pi)).round_()
     rest = x - turns * _HALF_PI[0]
     for part in _HALF_PI[1:]:
@@ -76,7 +76,7 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def power_of_two(exponent: Any) -> Any:
-    """Return 2**exponent as float64, for int64 exponents from -1022 to 1023."""
+    """Return 2**exponent in float64 for int64 exponents from -1022 to 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
@@ -105,7 +105,7 @@ class Precision:
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """Round a float64 tensor through float32, so that CPU and GPU round in the same way."""
+    """Round a float64 tensor through float32, so that CPU and GPU round the same way."""
     if dtype == torch.float64:
         return x
     single = x.to(torch.float32)

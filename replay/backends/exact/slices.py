@@ -18,10 +18,10 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent at which multiplying two scales stays within float64. No float32 number reaches it."""
+"""Largest exponent for scales that can still be multiplied in float64. No float32 number reaches it."""
 _UNIT_BITS = 33
 UNITS = 1 << (53 - _UNIT_BITS)
-"""Maximum number of values that `sum_of_units` can add exactly."""
+"""How many values `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Slices:
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the largest slice size at which sums over `length` slice products are exact (bits)."""
-    # First-slice products require 2 * bits + log2(length) <= 53. Three slices add up to a quarter.
+    """Return the largest slice size (bits) for exact sums over `length` slice products."""
+    # First-slice products require 2 * bits + log2(length) <= 53. With three slices, sums are up to a quarter larger.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
@@ -55,7 +55,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return a bounding exponent for each vector along the last axis, and whether the vector is finite."""
+    """Return a bounding exponent for each vector along the last axis, and whether it is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -63,7 +63,7 @@ def exponents(x: Any) -> tuple[Any, Any]:
 
 
 def matmul(left: Slices, right: Slices) -> Any:
-    """Return left @ right.T, [..., M, N] float64, for `left` [..., M, K] and `right` [..., N, K].
+    """Return left @ right.T in float64 for `left` [..., M, K] and `right` [..., N, K].
 
     Slice products with order `count` or higher are dropped. With `count` slices (b bits each), the absolute error is at
     most 6 K 2**(-count b) max|left row| max|right row|, plus a relative 2**-52.
@@ -74,7 +74,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, for left elements that already include the `right` exponents, with parts [..., K, N]."""
+    """Like `matmul` for left elements that already include the `right` exponents. Right parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
