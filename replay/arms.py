@@ -123,7 +123,7 @@ class Arm:
     )  # fmt: skip
     temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
     top_p: float | None = arm_option(
-        "Keep the most probable tokens up to total probability P.",
+        "Keep the most probable tokens until they reach total probability P.",
         users=(HF, VLLM, LOCATE, FACTORY),
         metavar="P",
         most=1,

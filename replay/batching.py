@@ -63,7 +63,7 @@ class PaddedBatch(_PlacedRows):
 
     @property
     def num_kept(self) -> int:
-        """K: how many columns, counted from the end, cover every response token."""
+        """K: trailing columns needed to cover every response token."""
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
@@ -92,7 +92,7 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Count the padding tokens [B] before and after each row. Only the last row has any after it."""
+        """Count the padding tokens [B] before and after each row. Only the last row is followed by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B

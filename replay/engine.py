@@ -132,7 +132,7 @@ def _pending_arms(
     run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
 ) -> list[_PendingArm]:  # fmt: skip
-    """Run all checks before any existing pass is removed."""
+    """All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}

@@ -74,7 +74,7 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
                 f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} for this arm, but CUDA started {began} in this "
-                "process; if the last bits matter, replay this arm in a separate process",
+                "process. If the last bits matter, replay this arm in a separate process",
                 TimTraceWarning,
                 stacklevel=3,
             )

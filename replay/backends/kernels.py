@@ -12,7 +12,7 @@ from ...tracer.hooks.patches import replaced
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     implementation: str = "sdpa"
-    """transformers' name. `sdpa` is torch's scaled_dot_product_attention."""
+    """transformers' name (`sdpa` is torch's scaled_dot_product_attention)."""
     backend: str | None = None
     """Member of torch's SDPBackend, or None for any."""
     needs_cuda: bool = False

@@ -200,8 +200,8 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. A trace "
-            "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. If "
+            "the model has adapters, record the trace with this tim-trace release or a later one"
         )
     with torch.no_grad():
         for name, target in wanted.items():

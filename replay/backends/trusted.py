@@ -38,7 +38,7 @@ WHY = {
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
     UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
-    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's",
+    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's implementations",
     REFUSED: "the recording does not run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",

@@ -68,7 +68,7 @@ class VllmEngine:
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
         """Reload weights. Return False unless every weight verifiably arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU, vLLM would keep the packed experts of the first version.
+        # vLLM on CPU would keep the first version's packed experts.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -78,7 +78,7 @@ class VllmEngine:
             self.not_compared |= set(stale)
             warnings.warn(
                 f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not "
-                f"receive the new weights; the engine is restarted for every version",
+                f"receive the new weights, so the engine is restarted for every version",
                 TimTraceWarning,
                 stacklevel=4,
             )

@@ -1,4 +1,5 @@
-"""Present a vLLM mixture of experts like transformers does. In vLLM, one module and one tensor hold all experts.
+"""Map vLLM mixtures of experts to transformers' modules and weights. In vLLM, one module and one tensor hold all
+experts.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """

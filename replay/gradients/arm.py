@@ -58,7 +58,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
     arm = parse_arm(text, GradientArm)
     if arm.is_identity:
         raise InvalidOption(
-            f"{text!r} changes nothing; the recorded gradient is always computed, so leave it out", option="arm"
+            f"{text!r} changes nothing, so leave it out (the recorded gradient is always computed)", option="arm"
         )
     assert isinstance(arm, GradientArm)
     return arm

@@ -98,7 +98,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the step has several updates, so it is unclear whose grad norm was logged")
+            notes.append("the step has several updates, and their logged grad norms cannot be told apart")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -110,7 +110,7 @@ class StepPasses:
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
         if not update.composition_known:
-            why.append("the trace does not record micro-batches")
+            why.append("micro-batches were not recorded")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
             why.append(f"{writers} processes computed the gradient, so the summation order differs here")

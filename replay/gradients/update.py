@@ -155,7 +155,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again with different weights under the same policy version; their optimizer steps "
+        f"{dropped} rows were scored again with different weights under the same policy version. Their optimizer steps "
         f"cannot be told apart, so only the first step is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]

@@ -133,7 +133,7 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] from rotating any pairs by float32 angles. Rotations preserve a pair's norm."""
+    """Bound the error [T, N, D] from rotating arbitrary pairs by float32 angles. Rotations preserve a pair's norm."""
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 

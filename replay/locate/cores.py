@@ -20,8 +20,8 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Kinds for a core's three inputs. Reported if no rotary precedes the core, or if only the keys are wrong, since keys
-pass through a cache after the rotary."""
+"""Kinds of core inputs. Reported if no rotary precedes the core, or if only the keys are wrong, since keys pass through
+a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
@@ -33,7 +33,7 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers with an observed query, key and value norm."""
+        """Layers where the query, key or value norm was observed (one set each)."""
 
     def note_norm(self, name: str) -> None:
         for layers, norm in zip(self._normed, _NORMS, strict=True):
@@ -118,7 +118,7 @@ class Cores:
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     """Map the float64 model's query and key dimensions [D] to the execution's. None if the order is the same, or if
-    none fits. Scores do not depend on it as long as queries and keys agree."""
+    none fits. Scores do not depend on the order as long as queries and keys agree."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

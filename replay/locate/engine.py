@@ -143,7 +143,7 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # With adapters, a trace has PEFT's parameter names. The rebuilt model does not.
+        # Traces with adapters have PEFT's parameter names, unlike the rebuilt model.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory
@@ -179,7 +179,7 @@ class _Location:
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
-                f"no operator in these layers matches; kinds in these layers: {kinds}", option="operators"
+                f"no operator in these layers matches; use one of these kinds: {kinds}", option="operators"
             )
         operators, weights = tuple(pooled.operators()), tuple(self._foreign_weights())
         first = first_divergence(operators, weights, pooled)

@@ -215,5 +215,5 @@ def check_heard(arm: Arm) -> None:
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:
-            why += "; engine exact gives the same bits in every mode"
+            why += " (engine exact gives the same bits in every mode)"
         raise CannotReplay(f"arm {arm.name}: {why}; omit {phrase(name, getattr(arm, name))}")

@@ -119,7 +119,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True if a mixture's output is not what its experts add up to, and judge it as wrong."""
+    """Check a mixture's output against its experts' sum. If it is wrong, judge it and return True."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:

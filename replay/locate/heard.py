@@ -38,7 +38,7 @@ class Arithmetic(Protocol):
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype that operators round to, whatever their output dtypes. None if unlimited."""
+        """Coarsest dtype that operators round to, or None if unlimited."""
 
 
 class Heard:

@@ -32,7 +32,7 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds after the head. `logits` is a scale or cap that user code applies to its result."""
+"""Operator kinds after the head. `logits` is a scale or cap that user code applies to its result."""
 Head = list[tuple[Judged, np.ndarray]]
 """Operators after the last hidden states, each with its error's contribution to the log-probabilities [T] (nats)."""
 _LAST = 1 << 40
@@ -47,7 +47,7 @@ class Chosen:
     how: str
     """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group by sequence, or the sequence's own id without a group."""
+    """Prompt group by sequence (its own id if it has no group)."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -210,7 +210,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. They are one if the projection is not called separately."""
+    """Judge the operators after the last hidden states. They count as one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -85,7 +85,7 @@ class VllmExecution:
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
-        """Yield the weights under transformers' names. Fused ones are split, padding is removed."""
+        """Yield the weights under transformers' names. Fused weights are split and padding is removed."""
         model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())

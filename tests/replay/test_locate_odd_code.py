@@ -147,7 +147,7 @@ def test_an_operator_that_takes_more_than_the_recorded_one_is_named_and_passed_o
     found = located(trace, takes_a_list)
     assert found.first is None
     assert found.unjudged == {
-        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but in the recorded model it takes 1" for layer in range(3)
+        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but 1 in the recorded model" for layer in range(3)
     }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """First and last key that each query sees in any row. On the host, copied once per forward pass."""
+    """First and last key that each query sees in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:

@@ -1,7 +1,7 @@
 """Exact products and sums that do not depend on summation order.
 
 A vector is cut into slices with a few bits each, stored as integers in float64. Their products and all partial sums
-stay below 2**53, so a BLAS may add them in any order and gets the same bits (Ozaki, Ogita, Oishi and Rump, Numer.
+stay below 2**53, so a BLAS may add them in any order and get the same bits (Ozaki, Ogita, Oishi and Rump, Numer.
 Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its neighbours
 in the batch.
 
@@ -31,7 +31,7 @@ class Slices:
     parts: tuple[Any, ...]
     """Integers in float64: up to 2**bits in the first tensor, up to 2**(bits - 1) in the others."""
     exponent: Any
-    """int64, last axis 1. Every element is below 2**exponent in magnitude."""
+    """int64. Every element is below 2**exponent in magnitude."""
     bits: int
 
 
