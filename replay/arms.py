@@ -239,7 +239,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated changes such as "
+                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated name=value changes such as "
                 f"dtype=fp16,batch-size=1, with these names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",

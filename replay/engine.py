@@ -180,7 +180,7 @@ def _pending_arms(
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} already has all these {'steps' if sample is None else 'sequences'}; show it (tim-trace stats RUN "
+            f"{name} already has all of these {'steps' if sample is None else 'sequences'}; show it (tim-trace stats RUN "
             f"--pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted

@@ -98,7 +98,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the step has several updates, and their logged grad norms cannot be told apart")
+            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:

@@ -380,7 +380,7 @@ def test_other_modules_that_compute_the_same_are_no_fault(traces, name, plant, d
 def test_what_is_undone_further_on_is_told(trace):
     found = located(trace, scale_in_a_projection)
     assert found.first is None
-    assert "without effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
+    assert "has no effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
     assert {each.tensor for each in found.weights} == {
         f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)
     }
