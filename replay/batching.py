@@ -34,7 +34,7 @@ class _PlacedRows:
 
     @property
     def before_N(self) -> np.ndarray:
-        """Hidden state indices that predict the response tokens."""
+        """Indices of the hidden states that predict the response tokens."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
 
@@ -92,7 +92,6 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Count the padding tokens [B] before and after each row. Only the last row is followed by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B

@@ -26,7 +26,7 @@ class Span:
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Earlier parts in the same row: (start, end), end exclusive."""
+    """Earlier parts of the same row: (start, end), end exclusive."""
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values(
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MODEL_LISTS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""transformers models with token logits."""
+"""transformers' lists of models that return token logits."""
 
 _DROPPED = frozenset({
     "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path", "_commit_hash", "code_revision",

@@ -38,7 +38,6 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    """Return transformers' names for a mixture's router and experts. Raises CannotReplay."""
     if module.routed_experts.quant_method.is_monolithic:
         raise CannotReplay(
             f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) selects experts "

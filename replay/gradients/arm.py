@@ -17,7 +17,7 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
     logprobs: str | None = arm_option(
-        "Pass to use as the importance ratio's denominator and instead of train in the correction's ratio "
+        "Pass to use as the denominator of the importance ratio, and instead of train in the correction's ratio "
         "(train / rollout): train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip

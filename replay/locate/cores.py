@@ -43,7 +43,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return the execution's output."""
+        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return its recorded output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -83,7 +83,7 @@ class Cores:
             bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # A rotation can move an error to the other element in a pair.
+                # A rotation can move an error to the other element of a pair.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:

@@ -1,5 +1,5 @@
 """Run one row in float64, judging each operator on an execution's values. A computation between modules is judged at
-the next operator's input."""
+the input of the next operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An execution's recorded values in one row's forward pass, and their error bounds.
+"""Values recorded from an execution in one row's forward pass, and bounds on their errors.
 
 If an execution fuses an operator with others, its possible error is added to the bound for the next observed operator.
 """
@@ -18,7 +18,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum slope in any common activation (GELU)."""
+"""Maximum slope of any common activation (GELU)."""
 
 
 class Arithmetic(Protocol):

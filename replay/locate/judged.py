@@ -27,9 +27,9 @@ class Judged:
     order: int
     num_values: int
     error: float
-    """Introduced RMS error relative to the exact result's RMS."""
+    """RMS of the introduced error, relative to the RMS of the exact result."""
     largest: float
-    """Largest token error relative to the exact result's RMS."""
+    """Largest error in a token, relative to the RMS of the exact result."""
     ratio: float
     """Largest introduced error divided by its bound. inf if only one side is finite or a choice differs."""
     token: int
@@ -48,7 +48,7 @@ class Judgement:
     """Introduced error at each point (found minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     attended: set[int | None] = field(default_factory=set)
-    """Layers with finished attention. From then on, operators outside the layers come last."""
+    """Layers whose attention has run. From then on, operators outside the layers come last."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,

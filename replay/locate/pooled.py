@@ -17,7 +17,7 @@ _IS_OTHER_TENSOR = 0.5
 """If more than this fraction of elements differ, a tensor counts as a different one rather than modified."""
 
 Apart = tuple[float, float]
-"""Squared norms for the executions' difference and for execution a. NaN if not comparable."""
+"""Squared norms of the difference between executions and of execution a. NaN if not comparable."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each with its sequence."""

@@ -34,7 +34,7 @@ from .windows import Window
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
 """Operator kinds after the head. `logits` is a scale or cap that user code applies to its result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with its error's contribution to the log-probabilities [T] (nats)."""
+"""Operators after the last hidden states and the contribution of each error to the log-probabilities [T] (nats)."""
 _LAST = 1 << 40
 RANDOM = "random"
 _SEED = 20260000
@@ -138,7 +138,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, each with its error's contribution to sum(d * logprobs)."""
+        """Yield a side's operators in order and the contribution of each error to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)

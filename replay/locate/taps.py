@@ -133,7 +133,7 @@ def tokens_first(template: Any, value_T: Any) -> Any:
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Shape and cast a row's tensor [T, ...] like `template`, from a single-row forward pass."""
+    """Shape and cast a row's tensor [T, ...] like `template` (from a single-row forward pass)."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)

@@ -40,7 +40,7 @@ _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, a slice in the forward pass, and its first token's index in the sequence."""
+"""A sequence, a slice of the forward pass, and the position of its first token."""
 
 
 class VllmExecution:
@@ -220,7 +220,7 @@ class _EngineTaps:
         self._names = names(model)
         self.spans: list[Span] = []
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Calls by sequence and operator, each with its first token's index in the sequence."""
+        """Calls by sequence and operator, each with the position of its first token."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:

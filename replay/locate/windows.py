@@ -22,7 +22,7 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Layers with operator values in memory at the same time."""
+    """Layers whose operator values are in memory at the same time."""
 
     first: int | None = None
     """First layer, or None for all layers."""

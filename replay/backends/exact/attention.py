@@ -32,8 +32,6 @@ class Seen:
 
 
 class KeyValueCache:
-    """One layer's sliced keys and values."""
-
     def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
         self._count = precision.slices
         self._key_bits, self._value_bits = bits_for(head_width, self._count), bits_for(MOST_KEYS, self._count)

@@ -17,8 +17,6 @@ CHUNK_BYTES = 128 << 20
 
 
 class Linear:
-    """Linear layer that slices its weight once."""
-
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
