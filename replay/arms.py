@@ -84,7 +84,7 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run the whole sequence in one forward pass, or feed the response through the KV cache 1 or N tokens at a time.",
+        "Run the whole sequence in one forward pass, or the response through the KV cache 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(

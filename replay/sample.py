@@ -122,7 +122,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Place a step's groups in [0, 1), evenly spaced and in random order. A sample takes every group below its share."""
+    """Place a step's groups in [0, 1), evenly spaced and in random order. A sample takes the groups below its share."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

@@ -86,8 +86,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
     device_map = infer_auto_device_map(model, max_memory=dict(memory), no_split_module_classes=list(whole or ()))
     if "disk" in device_map.values():
         raise CannotReplay(
-            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes on {len(memory)} devices; "
-            f"replay with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
+            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes on {len(memory)} "
+            f"devices; replay with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
         )
     return dispatch_model(model, device_map, force_hooks=True)
 
@@ -200,8 +200,8 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. If "
-            "the model has adapters, record the trace with this tim-trace release or a later one"
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this "
+            "model. If the model has adapters, record the trace with this tim-trace release or a later one"
         )
     with torch.no_grad():
         for name, target in wanted.items():

@@ -58,8 +58,8 @@ class Table:
         wanted = (len(known), known[0].num_slots or num_slots)
         if (num_layers, num_slots) != wanted:
             raise CannotReplay(
-                f"routing recorded: the trace has {num_layers} layers with {num_slots} experts per token, but the model "
-                f"has {wanted[0]} with {wanted[1]}; check that this is the model that was trained"
+                f"routing recorded: the trace has {num_layers} layers with {num_slots} experts per token, but the "
+                f"model has {wanted[0]} with {wanted[1]}; check that this is the model that was trained"
             )
         cells = batch.tokens_BW
         self.ids_BWLS = np.full((*cells.shape, num_layers, num_slots), NOT_ROUTED, np.int64)

@@ -167,8 +167,8 @@ class VllmEngine:
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: this vLLM version uses {', '.join(used)} instead for this model and device; "
-                "use that name, or omit the option"
+                f"attention-backend {wanted}: this vLLM version uses {', '.join(used)} instead for this model and "
+                "device; use that name, or omit the option"
             )
 
     def _launched(self, llm: Any) -> Any:

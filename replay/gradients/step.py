@@ -116,7 +116,8 @@ class StepPasses:
             why.append(f"{writers} processes computed the gradient, so the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
-                f"only {len(update.places)} of {int(self._accumulated) * writers} micro-batches per optimizer step were recorded"
+                f"only {len(update.places)} of {int(self._accumulated) * writers} micro-batches per optimizer step "
+                "were recorded"
             )
         if scorer.has_dropout:
             why.append("the recorded pass uses dropout")

@@ -106,7 +106,7 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return a step's updates with logprobs for `passes`. Raises CannotReplay if the trace lacks advantages or a pass."""
+    """Return a step's updates with logprobs for `passes`. Raises CannotReplay if advantages or a pass are missing."""
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
     sequences = _sequences(run, step)
@@ -206,7 +206,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no logprobs for pass {pass_name!r}, required by the loss or an arm; {how}"
+            f"{run.store.url}: step {step} has no logprobs for pass {pass_name!r}, required by the loss or an "
+            f"arm; {how}"
         )
     return found
 

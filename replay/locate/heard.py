@@ -130,7 +130,7 @@ class Heard:
         is_renamed = own is None and recorded is not None
         return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
 
-    # --- unobserved operators -------------------------------------------------------------------------------------------
+    # --- unobserved operators ---------------------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         layer = layer_of(name)

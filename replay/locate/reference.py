@@ -1,4 +1,4 @@
-"""The recorded model in float64. It checks each operator on the execution's own inputs, so errors exclude earlier ones."""
+"""The recorded model in float64. Checks each operator on the execution's own inputs, to exclude earlier errors."""
 
 from __future__ import annotations
 
