@@ -1,4 +1,4 @@
-"""Definitions of an arm's options. Checks, messages, command-line flags and docs are derived from them."""
+"""Arm option definitions. Checks, messages, command-line flags and docs are generated from them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""What `ArmOption.users` may contain besides engines: the commands `gradient` and `locate`, and `factory` for models
-that return only logits."""
+"""Non-engine values in `ArmOption.users`: two commands, and `factory` for models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +20,9 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Values of this option that clash; empty for all."""
+    """Clashing values for this option. Empty for all."""
     others: tuple[str, ...] = ()
-    """Values of the other option that clash, compared up to the colon; empty for all."""
+    """Clashing values for the other option, compared up to the colon. Empty for all."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:
@@ -33,23 +32,21 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOption:
-    """An option of `Arm`: allowed values, the engines and commands that support it, and options it excludes."""
-
     help: str
     users: tuple[str, ...] = (HF, EXACT)
     """Engines that support the option, plus any of GRADIENT, LOCATE, FACTORY."""
     values: tuple[str, ...] = ()
-    """Allowed values; empty for a number, a switch or free text. In `word:N`, N is at least 1."""
+    """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that are not supported, by engine or command."""
+    """Unsupported values by engine or command."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
-    """Minimum of an integer option."""
+    """Minimum for an integer option."""
     most: float | None = None
-    """Maximum of a float option, which must be above 0; None for an integer option."""
+    """Maximum for a float option, which must be above 0. None for an integer option."""
     label: str | None = None
-    """Prefix of the value in generated arm names; None for the option's name and a hyphen."""
+    """Prefix in generated arm names. None means the option name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -103,5 +100,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return an option and its value as words in a sentence: `batch-size 1`, `compile`."""
+    """Format an option for a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

@@ -1,5 +1,3 @@
-"""Read, add and remove the scores of the `replay/<arm>` pass in a trace."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,7 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._scored_steps: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps for which it has scores of this pass."""
+        """A trace snapshot and the steps this pass has scores for in it."""
 
     @property
     def steps(self) -> list[int]:
@@ -40,7 +38,6 @@ class ArmPass:
 
     @property
     def is_sample(self) -> bool:
-        """True if only a sample was scored, so that steps may be incomplete."""
         return any("sample" in found for found in self.run.arms(self.name))
 
     @property
@@ -48,10 +45,8 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores of the given rows, omitting rows without any.
-
-        With `contract`, return None unless every row has a score that was computed under this contract.
-        """
+        """Return the stored scores, skipping unscored rows. With `contract`, return None unless all rows were scored
+        under it."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
         if contract is not None:
@@ -64,10 +59,8 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add scores for sequences of a step as one record, so that a killed replay leaves either all of them or none.
-
-        Sequences that a concurrent replay has scored in the meantime are skipped.
-        """
+        """Add a step's scores as one record, so a killed replay never leaves half of them. Sequences already scored by
+        a concurrent replay are skipped."""
         with alone(self.run.folder):
             scored_now = self._scored_now(step)
             unscored = {row.seq_id for row in scored.rows} - scored_now
@@ -75,7 +68,6 @@ class ArmPass:
                 self._record(step, scored.only(unscored) if scored_now else scored, contract)
 
     def _scored_now(self, step: int) -> set[str]:
-        """Return the step's scored sequences. If another process may have added some, take a new snapshot first."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
@@ -101,10 +93,8 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass by deleting its writers' files, which contain nothing else.
-
-        Each writer is first marked as removed, so that readers ignore files left behind if this process is killed.
-        """
+        """Delete the pass's writers. They are marked as removed first, so readers ignore leftovers if this process is
+        killed."""
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
         writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}

@@ -1,5 +1,3 @@
-"""Replay arms: the settings that a replay changes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -34,38 +32,38 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """The settings that a replay changes. An option left at its default keeps the recorded setting."""
+    """Settings to change in a replay. Any option left at its default keeps the recorded setting."""
 
     engine: str = arm_option(
-        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
-        "depend on the batch.",
+        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers with "
+        "batch-independent bits.",
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
-        "Dtype of weights and activations, without autocast; fp64 also applies to norms, softmax and logits.",
+        "Dtype for weights and activations, without autocast. fp64 also applies to norms, softmax and logits.",
         values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
     )  # fmt: skip
     quantize: str | None = arm_option(
-        "Round the weights of linear layers and experts (not the head or routers), with one symmetric scale per 128 "
-        "inputs; compute in the arm's dtype.",
+        "Round linear-layer and expert weights (not the head or routers) using one symmetric scale per 128 inputs. "
+        "Compute stays in the arm's dtype.",
         values=("int8", "int4", "fp8"), users=_TORCH, label="",
     )  # fmt: skip
     lm_head: str | None = arm_option(
         "Compute the head projection in float32.", values=("fp32",), users=(HF, EXACT, LOCATE, GRADIENT), label="head-"
     )
     logits_dtype: str | None = arm_option(
-        "Dtype of the logits and of everything computed from them.",
+        "Dtype for the logits and everything computed from them.",
         values=tuple(name for name in DTYPES if name != "tf32"), users=(HF, LOCATE, FACTORY, GRADIENT),
     )  # fmt: skip
     attention: str | None = arm_option(
-        "Attention: eager, flex, or a kernel of scaled_dot_product_attention.",
+        "Attention: eager, flex, or a scaled_dot_product_attention kernel.",
         values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
     )  # fmt: skip
     batch_size: int | None = arm_option(
-        "Rows per forward pass, in the recorded order and padded to the recorded width.", users=_ANY, metavar="N"
+        "Rows per forward pass. Keeps the recorded order and width.", users=_ANY, metavar="N"
     )
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward pass, padding included; rows of similar length are grouped.",
+        "Maximum tokens per forward pass, including padding. Rows are grouped by length.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both limit the size of a forward pass"),
@@ -73,7 +71,7 @@ class Arm:
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Padding side; packed concatenates rows without padding.",
+        "Padding side, or packed to concatenate rows without padding.",
         values=("left", "right", "packed"), users=_TORCH,
         refused={FACTORY: ("packed",)},
         clashes=(
@@ -86,11 +84,11 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run the whole sequence in one forward pass, or the response through the KV cache, 1 or N tokens at a time.",
+        "Run the whole sequence in one forward pass, or the response through the KV cache 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round keys and values in the KV cache to e4m3 with scale 1, as vLLM does by default.",
+        "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill does not read the cache"),),
     )  # fmt: skip
@@ -109,10 +107,10 @@ class Arm:
         "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
     )
     tensor_parallel_size: int | None = arm_option(
-        "Number of GPUs (on a CPU: processes) over which vLLM splits each layer.", users=(VLLM, LOCATE), metavar="N"
+        "Number of GPUs (on CPU: processes) that vLLM splits each layer across.", users=(VLLM, LOCATE), metavar="N"
     )
     gpu_memory_utilization: float | None = arm_option(
-        "Share of a GPU's memory for vLLM.  [default: as recorded, or the free share, up to 0.9]",
+        "Fraction of GPU memory for vLLM.  [default: as recorded, or the free fraction, up to 0.9]",
         users=(VLLM, LOCATE), metavar="SHARE", most=1,
     )  # fmt: skip
     max_model_len: int | None = arm_option(
@@ -120,30 +118,30 @@ class Arm:
         users=(VLLM, LOCATE), metavar="N",
     )  # fmt: skip
     deterministic: bool = arm_option(
-        "Use only deterministic algorithms, with CUBLAS_WORKSPACE_CONFIG=:4096:8 unless it is set.",
+        "Use only deterministic algorithms. Sets CUBLAS_WORKSPACE_CONFIG=:4096:8 if unset.",
         default=False, users=(HF, LOCATE, FACTORY, GRADIENT), label="deterministic",
     )  # fmt: skip
     temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
     top_p: float | None = arm_option(
-        "Keep the smallest set of tokens whose total probability is at least P.",
+        "Keep the most probable tokens until they reach total probability P.",
         users=(HF, VLLM, LOCATE, FACTORY),
         metavar="P",
         most=1,
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Force the recorded experts, weights and slots for each token; requires a trace recorded with --routing.",
+        "Force each token's recorded experts, weights and slots. Requires a trace recorded with --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
-        "Turn adapters off, as in a reference model, or merge them into the weights, as an engine does.",
+        "Turn adapters off (like a reference model) or merge them into the weights (like an engine).",
         values=("off", "merged"), users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="adapter-",
     )  # fmt: skip
     weights_version: int | None = arm_option(
-        "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
+        "Score with this policy version's weights.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name; the pass is replay/NAME.  [default: made from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name. The pass is replay/NAME.  [default: made from the changes]", default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -172,7 +170,7 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the changed options whose value is not supported by `user`, such as an engine or LOCATE."""
+        """Return the changed options that `user` (an engine, LOCATE, ...) does not support."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
@@ -183,12 +181,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changes that prevent `locate` from observing operators. With vLLM, it can observe them in every mode."""
+        """Changes that prevent `locate` from observing operators. With vLLM, it can observe every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` can observe this arm, since its operators run and round their results in this process."""
+        """True if `locate` can observe this arm: its operators run and round in this process."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -197,17 +195,16 @@ class Arm:
 
     @property
     def has_batch_shape(self) -> bool:
-        """True if the arm, not the recording, decides which rows share a forward pass."""
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in their recorded batches, because the composition of a batch affects the bits."""
+        """True if rows run in their recorded batches, since the batch affects the bits."""
         return self.engine == HF and not self.has_batch_shape
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens per forward pass through the KV cache; None if a single pass covers the whole sequence."""
+        """Response tokens per forward pass through the KV cache, or None for a single pass without it."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
@@ -221,7 +218,6 @@ OPTIONS = options_of(Arm)
 
 
 def names_for(user: str) -> list[str]:
-    """Return the options that an engine or command supports, as spelled on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()
@@ -230,7 +226,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
-    """Parse an arm such as `dtype=fp16,attention=eager`; `name=...` sets its name. Raises InvalidOption.
+    """Parse an arm such as `dtype=fp16,attention=eager`. Add `name=...` to name it. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
@@ -243,8 +239,8 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
-                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
+                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated name=value changes such as "
+                f"dtype=fp16,batch-size=1, with these names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )
@@ -253,7 +249,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Return the text that `parse_arm` turns into these changes; None if this release does not know one of them.
+    """Inverse of `parse_arm`. Returns None if this release does not know one of the changes.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'

@@ -1,7 +1,4 @@
-"""Forward passes, padded or packed: which rows run through the model together, and the scores of these rows.
-
-Shapes: B rows in a forward pass, W padded row length, K scored positions at the end of each row, N scored tokens.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, K trailing columns, N scored tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +16,17 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Token limit of a packed forward pass, by device, unless the arm sets one. A longer row runs alone."""
+"""Default token limits for packed forward passes. A longer row runs alone."""
 UNLABELLED = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedRows:
-    """The rows of a forward pass, and where their tokens are in the flattened forward pass."""
-
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64 token ids; [1, W] if rows are packed."""
+    """int64 token ids, [1, W] for packed rows."""
     places_B: tuple[np.ndarray, ...]
-    """For each row, the indices of its prompt and response tokens in the flattened forward pass."""
+    """Where each row's prompt and response tokens are in the flattened forward pass."""
 
     @property
     def width(self) -> int:
@@ -45,18 +40,15 @@ class _PlacedRows:
 
     @property
     def scored_N(self) -> np.ndarray:
-        """Indices of the response tokens, row by row."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) :] for row, places in pairs])
 
     @property
     def places_N(self) -> np.ndarray:
-        """Indices of the prompt and response tokens, row by row."""
         return np.concatenate(self.places_B)
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """bool: false for padding."""
         tokens = np.zeros(self.ids_BW.size, bool)
         tokens[self.places_N] = True
         return tokens.reshape(self.ids_BW.shape)
@@ -65,45 +57,41 @@ class _PlacedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
     mask_BW: np.ndarray
-    """int64 attention mask: 1 for tokens that attention sees."""
+    """int64 attention mask: 1 for visible tokens."""
     first_B: np.ndarray
-    """int64: column of each row's first response token."""
+    """int64 column where each row's response starts."""
 
     @property
     def num_kept(self) -> int:
-        """K: the number of columns at the end of each row that cover every response token."""
+        """K: trailing columns needed to cover every response token."""
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
-        """Pick the response tokens' values [N], row by row, from the values of the last K columns."""
         rows_N, columns_N = np.divmod(self.scored_N, self.width)
         return values_BK[rows_N, columns_N - self.width]
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens [B] before each row's prompt and after its response."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(_PlacedRows):
-    """A forward pass over rows without padding between them, either end to end or as a prefix tree."""
+    """Rows packed without padding, either end to end or as a prefix tree."""
 
     positions_W: np.ndarray
-    """int64: each token's position in its own row."""
     spans: tuple[Span, ...]
-    """Ranges of tokens that attend to each other and to a prefix: rows, branches of the tree, or padding at the end."""
+    """Token ranges that attend to themselves and to a prefix: rows, tree branches, or trailing padding."""
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: the next token at each position, or UNLABELLED if that token is not scored."""
+        """int64 next token at each position, or UNLABELLED if it is not scored."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens [B] before and after each row. Padding follows only the last row."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -113,10 +101,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns at which forward passes through a KV cache begin and end: first the prompt, then chunks.
-
-    Without `cached_tokens`, or with packed rows, there is a single pass.
-    """
+    """Return the column boundaries for forward passes through a KV cache: first the prompt, then chunks."""
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
     prompt = batch.width - batch.num_kept
@@ -128,13 +113,13 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 class Scored:
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """Logprobs [T] of each row's response tokens, in nats."""
+    """Response logprobs [T] for each row (nats)."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """The forward passes that were run, in order; empty if the engine forms its own batches."""
+    """Forward passes in the order they ran. Empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
-    """Experts chosen for each row's tokens; empty if routers were not recorded or not observed."""
+    """Chosen experts for each row. Empty if routers were not recorded or observed."""
     kept: np.ndarray | None = None
-    """Indices of `rows` among all rows of `batches`; None if `rows` are all of them."""
+    """Where `rows` are among all rows in `batches`. None if they are the same."""
 
     def only(self, names: Container[str]) -> Scored:
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
@@ -154,7 +139,6 @@ class Scored:
 
 
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
-    """Split the values [N] of a batch's response tokens by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
 
 
@@ -162,15 +146,14 @@ def forwards(
     rows: Sequence[RecordedRow], pad_id: int, *, batch_size: int | None = None, batch_tokens: int | None = None,
     padding: str = LEFT, device: str = "cpu",
 ) -> list[ForwardBatch]:  # fmt: skip
-    """Group rows into forward passes: as recorded, or `batch_size` rows at a time in the recorded order and width.
+    """Group rows into forward passes: as recorded, or `batch_size` at a time in the recorded order and width.
 
-    `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer
-    row runs alone. Padding `right` starts each row at column 0 and pads after the response. `packed` puts rows of
-    similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS.
+    `batch_tokens` groups rows by length, up to this many tokens per forward pass. `right` padding starts each row at
+    column 0. `packed` puts rows end to end, up to `batch_tokens`, `batch_size` or the device's PACKED_TOKENS.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # forward passes then take similar times
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that passes take similar times
         if batch_size is not None:
             packs = grouped(longest_first, lambda group: len(group) <= batch_size)
         else:
@@ -192,7 +175,6 @@ def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Pad rows to the recorded width, or with `is_tight` to the smallest width that fits."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:
@@ -209,7 +191,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         stop = first_B[index] + len(row.response_ids)
         ids_BW[index, start : first_B[index]] = row.prompt_ids
         ids_BW[index, first_B[index] : stop] = row.response_ids
-        # The trainer hides a response from attention if all its tokens are masked out.
+        # The trainer hides a response from attention if all its tokens are masked.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
     starts = first_B + np.arange(len(rows)) * width
     places_B = tuple(
@@ -220,7 +202,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield rows in order, in groups as large as `fits` allows. A row that never fits is a group of its own."""
+    """Yield rows in order, grouped while they fit. A row that never fits gets its own group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):
@@ -238,7 +220,6 @@ def _width(rows: Sequence[RecordedRow], padding: str) -> int:
 
 
 def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:
-    """Put rows end to end, in this order, followed by `num_pads` padding tokens."""
     ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids)]
     ids_W = np.concatenate([*ids, np.zeros(num_pads, np.int64)]).astype(np.int64)
     ends = np.cumsum([row.num_tokens for row in rows]).tolist()
@@ -252,7 +233,6 @@ def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBat
 
 
 def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if a token is outside the model's vocabulary or a prompt is empty."""
     text = config.get("text_config") or config
     vocab_size = int(text.get("vocab_size", 1 << 31))
     for row in rows:
@@ -264,6 +244,6 @@ def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if len(wrong):
                 raise CannotReplay(
-                    f"sequence {row.seq_id!r}: token {wrong[0]} in its {name} is outside the model's vocabulary of "
-                    f"{vocab_size:,}; check that this is the model that was trained"
+                    f"sequence {row.seq_id!r}: token {wrong[0]} in its {name} is outside the model's vocabulary "
+                    f"({vocab_size:,} tokens); check that this is the model that was trained"
                 )

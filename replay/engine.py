@@ -1,4 +1,4 @@
-"""`tim-trace replay`: score recorded tokens again under different numerics, and write the scores as a pass."""
+"""`tim-trace replay`: rescore recorded tokens under different numerics."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ from .sample import Row, Sample, draw_sample, extents, parse_sample
 
 @dataclass(slots=True)
 class _PendingArm:
-    """A requested arm, and the steps that still need scores in it."""
-
     scorer: Scorer
     target: ArmPass
     steps: list[int]
     scored_before: dict[int, set[str] | None]
-    """Sequences already scored in this arm, by step; None if all of them are."""
+    """Sequences already scored in this arm by step, or None for all."""
     is_replaced: bool = False
-    """True if the arm's existing pass is to be removed first."""
+    """True if the arm's existing pass must be removed first."""
 
     def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
         scored_before = self.scored_before.get(step, set())
@@ -67,33 +65,31 @@ def replay(
 ) -> ReplayedSteps:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
-    `changes` are fields of `Arm` and define one arm. `arm` adds more arms, written as text: `dtype=fp16,batch-size=1`.
-    The unchanged recording is always replayed first, as `replay/as-recorded`. Differences in other arms can be trusted
-    only if this reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm
-    that has already scored all steps is refused, and so is a name that is in use for different changes. Only one model
-    is in memory at a time, and arms share it where possible.
+    `changes` are `Arm` fields and define one arm. `arm` adds more arms as text: `dtype=fp16,batch-size=1`. The
+    unchanged recording is always replayed first as `replay/as-recorded`. Trust differences in other arms only if it
+    reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm that has
+    already scored all steps is refused, and so is a name already used for different changes.
 
-    `sample` limits the replay to a random sample: a fraction of the sequences if below 1, otherwise about this many.
-    The sample consists of whole prompt groups, spread over the steps. A trace always gives the same sample, and a
-    larger one includes every smaller one. Arms that keep the recorded batches still run whole forward passes, because
-    the bits of a sequence depend on the rest of its batch. Arms with their own batch shape run only the sample.
+    `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about this
+    many. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep the
+    recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
 
-    `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
-    `weights_from` is the folder with the run's checkpoints, for a trace without weights.
+    `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
+    the run's checkpoint folder, if the trace has no weights.
 
-    A trace cannot make a replay run code: the replay is refused unless the model is one of transformers' own classes
-    and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
-    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, they are
-    replaced by torch's own, with a warning. If the recording cannot be replayed at all, the other arms still run. In
-    the results, `not_held` is the reason why the replayed bits differ from the recorded ones.
+    A trace cannot make a replay run code: the model must be one of transformers' own classes, and the scoring function
+    must be TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) runs only if
+    `allow_kernel` names it. Recorded attention or experts that do not run here are replaced by torch's own, and a
+    warning says so. If the recording cannot be replayed at all, the other arms still run. In the results, `not_held`
+    says why the bits differ.
 
-    `dry_run` writes nothing. It scores the first rows in each arm in this process, and returns a `plan` with the
-    remaining work and time of each arm.
+    `dry_run` writes nothing. It scores the first rows in each arm and returns a `plan` that estimates the remaining
+    work and time.
 
-    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
-    connects to a running one, whose nodes must see the trace at the same path. The bits are the same as in a single
-    process. If a node dies, another one takes over its step. `gpus_per_arm` is the number of GPUs per actor, or a
-    fraction of one; the default is 1 if this machine has a GPU, else 0.
+    `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
+    running one. Its nodes must see the trace at the same path. The bits are the same as in a single process. If a node
+    dies, another takes over its step. `gpus_per_arm` is the number of GPUs per actor, or a fraction. The default is 1
+    if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
@@ -136,7 +132,7 @@ def _pending_arms(
     run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
 ) -> list[_PendingArm]:  # fmt: skip
-    """Return the remaining work of each arm. All checks happen here, before any existing pass is removed."""
+    """All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}
@@ -146,7 +142,7 @@ def _pending_arms(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of the dry run.
+    if dry_run:  # Importing TRL would take most of the dry run, and our scoring code is as fast.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -156,7 +152,6 @@ def _pending_arms(
         run.weights.load(missing[0])  # raises an error that lists the existing versions
     wanted: list[_PendingArm] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """The requested arms, with the steps in which some sequences have no score yet."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
@@ -179,8 +174,7 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline of all other arms, so it covers their steps. Results cover the whole sample,
-        # including sequences that already have scores.
+        # The identity arm is the baseline for all other arms, so it covers their steps. Results cover the whole sample.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
@@ -195,7 +189,6 @@ def _pending_arms(
 def _plan(run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None) -> ReplayPlan:
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Policy version that each arm would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -216,10 +209,6 @@ def _plan(run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None) ->
 
 
 def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, sample: Sample | None) -> None:
-    """Time each arm on its first rows, and enter the speed in the plan.
-
-    The rows are scored twice, since the first forward pass is slower than later ones.
-    """
     unmeasured = {arm.arm: arm for arm in plan if arm.num_tokens}
     for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in unmeasured]):
         with closing(LoadedModel(run.weights)) as loaded:
@@ -229,7 +218,7 @@ def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, samp
                 check_tokens(rows, run.model["config"])
                 drawn = rows if sample is None else sample.drawn(step, rows)
                 first = scorer.first(scorer.together(drawn, rows))
-                loaded.score(scorer, first, unheard)
+                loaded.score(scorer, first, unheard)  # warm-up
                 start = perf_counter()
                 loaded.score(scorer, first, unheard)
                 arm = unmeasured[scorer.arm.name]
@@ -238,7 +227,6 @@ def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, samp
 
 
 def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
-    """Group arms that share a model. The identity arm's group comes first."""
     groups: dict[Any, list[_PendingArm]] = {}
     for entry in wanted:
         groups.setdefault(entry.scorer.key, []).append(entry)
@@ -247,23 +235,19 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """A unit of work: one step, in all arms that share a model."""
-
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """For each arm, the part of `_PendingArm.scored_before` for this step."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
 class _UnitScorer:
-    """Scores units, in this process or in a Ray actor. An actor opens the trace when its first unit arrives."""
+    """Scores units in this process or in a Ray actor. An actor opens the trace when its first unit arrives."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
     ):
-        """`advance` is called with the number of tokens in each forward pass; None in an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
@@ -274,11 +258,7 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and, in an actor, the number of tokens (otherwise 0).
-
-        `identity_held` and `not_held` are set only in results of the identity arm. Raises CannotReplay if a token is
-        outside the vocabulary, or if the contract differs from the first step's.
-        """
+        """Score a unit and write its scores. Return the results and the token count (0 unless in an actor)."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)
@@ -292,8 +272,8 @@ class _UnitScorer:
             found = list(differences(run.train_contract(digest), self._contract))
             if found:
                 raise CannotReplay(
-                    f"{run.store.url}: the contract of step {step} differs from the first step's ({found[0]}); replay "
-                    f"such steps separately, with {option('steps', 'FIRST:LAST')}"
+                    f"{run.store.url}: step {step} and the first step have different contracts ({found[0]}); replay "
+                    f"them separately with {option('steps', 'FIRST:LAST')}"
                 )
         tokens: list[int] = []
         results = []
@@ -326,7 +306,6 @@ def _results(
     run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, ray: str | None, gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:  # fmt: skip
-    """Score each step in each arm, here or on Ray actors. Both give the results in the same order."""
     units = [
         _Unit(
             step=step,
@@ -358,10 +337,7 @@ def _results(
 def _scored(
     entry: _PendingArm, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step, or for its sampled rows. Missing scores are computed and added to the trace.
-
-    The identity arm's stored scores are reused only if they were computed under the current contract.
-    """
+    """Return an arm's scores for a step, computing and storing any that are missing."""
     wanted = rows if sample is None else sample.drawn(step, rows)
     unscored = entry.unscored(step, wanted)
     new = {row.seq_id for row in unscored}

@@ -1,4 +1,4 @@
-"""Score an arm on a rebuilt transformers model, with the trainer's own scoring code or with ours."""
+"""Score an arm on a rebuilt transformers model, using the trainer's own scoring code or ours."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
-"""Everything that determines how a model is built and wrapped. Arms with the same key share a model."""
+"""Everything that determines how a model is built and wrapped. Arms with equal keys share a model."""
 
 
 class HfScorer:
     keeps_recorded_rows = True
-    """True if the identity arm must fail rather than run fewer rows per forward pass than recorded."""
+    """True if the identity arm must fail rather than run smaller forward passes."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -47,7 +47,7 @@ class HfScorer:
             contract = contract | {"packing": None}  # a factory's model does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code of the reason for replacing the recorded attention or experts; None if they were kept."""
+        """Why the recorded attention or experts were replaced (a `trusted.WHY` code), or None."""
         self.numerics = Numerics(arm, contract)
         if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
             here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
@@ -67,17 +67,14 @@ class HfScorer:
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []
-        """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Maximum number of rows per forward pass after memory ran out; None until then."""
+        """Maximum rows per forward pass once memory has run out, or None."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
-        """Context manager to enter for each forward pass, given the batch."""
         self.calls_whole_model = False
-        """True if logits come from the model's own forward method, head included."""
+        """True if the model's own forward method computes the logits."""
 
     def _substitute(self) -> None:
-        """Replace recorded attention or experts that do not run on this machine, with a warning."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -103,7 +100,7 @@ class HfScorer:
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`; None if the model has no adapters or keeps them separate."""
+        """`off` or `merged`, or None if the model has no adapters or keeps them separate."""
         if not self.run.model.get("adapters"):
             return None
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
@@ -124,13 +121,11 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts. An fp64 arm defaults to the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype if it sets one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
             models.quantize(model, self.arm.quantize)
@@ -148,10 +143,8 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Return the scorer for a loaded model. Arms with the same key reuse one scorer per model."""
         self._model = model
-        # Routers cannot be observed in a compiled backbone, which keeps the hooks of its first forward pass, or in the
-        # exact engine, which has its own routers.
+        # A compiled backbone keeps the hooks from its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
@@ -196,16 +189,11 @@ class HfScorer:
         return [row for row in of if (row.writer, row.forward_id) in forwards]
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows of the first forward pass, on which speed is measured."""
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights. `advance` is called with the number of tokens in each finished forward
-        pass.
-
-        If memory runs out, later forward passes have half as many rows, unless the arm sets the batch shape. Raises
-        CannotReplay.
-        """
+        """Score rows with the loaded weights. If memory runs out, later forward passes have half as many rows, unless
+        the arm sets the batch shape. Raises CannotReplay."""
         return self._within_memory(rows, partial(self._score, rows, advance))
 
     def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
@@ -263,18 +251,16 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Number of columns that attention sees if rows are padded as recorded; None if it sees all of them."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's padding. With a KV cache, the default is left. Otherwise it is the recorded side, or right if the
-        arm limits the tokens per forward pass, since right padding needs fewer columns."""
+        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (fewer columns), and
+        otherwise to the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
     def _given(self, score: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> Any:
-        """Return the logprobs [N] as the model returned them. The first call records which attention kernels run."""
         with nullcontext() if self.kernels else kernels.observed(self.kernels):
             logprobs_N = score(batch)
         self.kernels = self.kernels or {self.numerics.attention}
@@ -282,7 +268,6 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded one with the settings that were actually used."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:
@@ -324,7 +309,7 @@ class HfScorer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if GPU or host memory ran out. For host memory, torch has no exception class."""
+    """Return True if GPU or host memory ran out. torch has no exception class for host memory."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

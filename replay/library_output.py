@@ -1,5 +1,3 @@
-"""Hide what libraries print while building and running models, unless something fails."""
-
 from __future__ import annotations
 
 import os
@@ -17,9 +15,9 @@ _MOST_LINES = 40
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Hold back stdout and stderr, including what C code prints. Yield a stream to the real stderr.
+    """Hold back stdout and stderr, including output from C code. Yield a stream to the real stderr.
 
-    If a library raises, its output is written to stderr, since it often contains the reason.
+    If a library raises, its output is printed, since it often explains the error.
     """
     with tempfile.TemporaryFile() as kept:
         try:
@@ -35,7 +33,6 @@ def library_output_held_back() -> Iterator[TextIO]:
 
 @contextmanager
 def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
-    """Redirect both streams to a file within the block, and yield the real stderr."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr

@@ -27,7 +27,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """A model shared by arms with the same load key. It is rebuilt when a scorer needs a different one."""
+    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different one."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -37,13 +37,10 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Seconds to load the most recent weights; 0 if an engine started with them."""
+        """Time to load the most recent weights (seconds). 0 if an engine started with them."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
-        """Score each row with its own policy version's weights, or with the version that the arm sets.
-
-        `advance` is called with the number of tokens in each finished forward pass.
-        """
+        """Score each row with its own policy version's weights, unless the arm sets one."""
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
@@ -79,7 +76,6 @@ def device_here() -> str:
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the number of GPUs per actor, which may be a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

@@ -1,4 +1,4 @@
-"""The numeric settings of an arm's transformers model: the recorded contract plus the arm's changes."""
+"""Numeric settings for an arm's transformers model: the recorded contract plus the arm's changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """torch's name for the model's dtype: the arm's, or that of the parameters in the recorded forward pass."""
+        """Model dtype (torch name): the arm's, or the recorded parameters' dtype."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -31,25 +31,21 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name for the dtype to which all weights are rounded; None if each keeps its own."""
+        """Dtype to round all weights to (torch name), or None to keep each as recorded."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """Name of the dtype to which FSDP cast the parameters for the recorded forward pass."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers (rotary frequencies); None if it cast none or the arm sets one."""
+        """torch dtype that FSDP cast buffers (rotary frequencies) to, or None."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype to which FSDP rounded the model's logprobs; None if it did not, or if the arm sets a dtype.
-
-        Logits need no rounding: FSDP also cast the head's weights, so they already have this dtype.
-        """
+        """torch dtype that FSDP rounded the model's logprobs to, or None. Logits already have it."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:
@@ -58,7 +54,6 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows run in the recorded prefix tree."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -67,7 +62,6 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows run end to end, as recorded."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -78,12 +72,10 @@ class Numerics:
 
     @property
     def _is_exact(self) -> bool:
-        """True for the exact engine, which has its own attention and scoring and computes each row alone."""
         return self.arm.engine == EXACT
 
     @property
     def attention(self) -> str:
-        """transformers' name for the attention implementation; `exact` for the exact engine."""
         if self._is_exact:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
@@ -94,18 +86,17 @@ class Numerics:
 
     @property
     def experts(self) -> str | None:
-        """transformers' name for the experts implementation. Only `eager` computes in float64."""
+        """Experts implementation (transformers name). Only `eager` computes in float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 
     @property
     def uses_trl(self) -> bool:
-        """True if TRL's own code does the scoring, as it does for every arm that it supports."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        # TRL is imported last, and only for an arm that TRL can score.
+        # Checked last, because it imports TRL.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property
@@ -114,12 +105,10 @@ class Numerics:
 
     @property
     def head_in_fp32(self) -> bool:
-        """True if the head projects in float32, whatever the other dtypes are."""
         return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
 
     @property
     def logits_dtype(self) -> Any:
-        """torch dtype of logits and everything computed from them, set by the arm or recorded; None for the default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -127,10 +116,8 @@ class Numerics:
 
     @property
     def autocast(self) -> Any:
-        """torch dtype of the recorded autocast; None without autocast, or if the arm sets a dtype."""
         return None if self.arm.dtype else autocast_dtype(self.recorded)
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype of the head's projection; None to use the dtype of the hidden states."""
         return torch.float32 if self.head_in_fp32 else self.autocast

@@ -1,7 +1,4 @@
-"""Pack rows into a prefix tree, as TRL does: tokens shared by several rows run through the model only once.
-
-Shapes: B rows in a forward pass, W tokens in it.
-"""
+"""Shapes: B rows in a forward pass, W tokens in it."""
 
 from __future__ import annotations
 
@@ -14,14 +11,11 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the next token in its row, or None if it is the last."""
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
-    """Pack rows as trl.experimental.async_grpo.packing.TreeRow does (TRL 1.16), in this order.
-
-    Rows share a token if they also share all tokens before it and the next one. The tree is laid out depth first.
-    """
+    """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow. Rows share a token if they also share all
+    tokens before it and the next one. The tree is laid out depth first."""
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}
     children: list[dict[_Pair, int]] = []

@@ -1,5 +1,3 @@
-"""Read a trace for replay: a step's tokens, how they were grouped into forward passes, and their logprobs."""
-
 from __future__ import annotations
 
 import os
@@ -37,17 +35,13 @@ _UNNEEDED = ("routing", "routing_start", "attempt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """A sequence of a step, as scored in the replayed pass."""
-
     seq_id: str
     prompt_ids: np.ndarray
-    """[P] int32 token ids."""
     response_ids: np.ndarray
-    """[T] int32 token ids."""
     logprobs: np.ndarray
-    """[T] float32, in nats; meaningless where `scored` is false."""
+    """[T] float32 (nats). Meaningless where `scored` is false."""
     scored: np.ndarray
-    """[T] bool: true if the pass has a logprob for the token."""
+    """[T] bool: true where the pass has a logprob."""
     policy_version: int
     contract: str
     writer: str
@@ -56,34 +50,29 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """Number of times that this pass had already scored the sequence in this step."""
+    """How often this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Where `policy_version` comes from if it was not recorded with the scores; otherwise empty."""
+    """Where `policy_version` comes from if it was not recorded with the scores. Otherwise empty."""
     composition_known: bool = True
-    """True if the trace shows which rows shared a forward pass. Otherwise each row runs alone."""
+    """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
-    """Training attempt that recorded the row; None outside training."""
+    """Training attempt that recorded the row, or None outside training."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 class RecordedRun:
-    """A local trace, opened for replay."""
-
     def __init__(
         self, trace: str | os.PathLike[str], *, model_factory: str | None = None,
         weights_from: str | os.PathLike[str] | None = None, allow_kernel: Sequence[str] = (),
     ):  # fmt: skip
-        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
+        """Open a local trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory` names a function (`module:function`) that builds a model whose class is not in transformers.
-        `weights_from` is a folder of checkpoints, for a trace without weights. `allow_kernel` lists recorded attention
-        kernels that may be fetched from the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
+        `allow_kernel` lists recorded hub kernels that may run, besides those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
@@ -99,7 +88,6 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot of the trace, with everything added since the last one."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -111,12 +99,11 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """The pass to score again: the trainer's, or the engine's if an imported trace has no trainer pass."""
+        """The pass to score again: the trainer's, or the engine's if an import has no trainer pass."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
     def opening(self) -> dict[str, Any]:
-        """Keyword arguments for opening the same trace in another process."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -152,13 +139,12 @@ class RecordedRun:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens in the longest sequence, prompt included."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """For each step, return the sequences that have scores in a pass, including scores that are not sealed yet."""
+        """For each step, return the sequences scored in a pass, including unsealed scores."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -167,7 +153,6 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return (step, sequence) for a pass's scores in journals that are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -181,10 +166,9 @@ class RecordedRun:
             raise CannotReplay(f"{error}; the pass cannot be replayed without this contract") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """Return the contract of the replayed pass, or of another trainer pass. Raises CannotReplay.
+        """Return a trainer pass's contract, completed from the model's config. Raises CannotReplay.
 
-        Model settings that the contract lacks (as in a custom training loop) are taken from the model's config. An
-        engine's contract is ignored, since a replay does not run the engine's code.
+        An engine's contract is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
@@ -197,7 +181,6 @@ class RecordedRun:
         return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
-        """Return every contract under which a pass was recorded."""
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
@@ -211,7 +194,7 @@ class RecordedRun:
             return
         if not has_experts(self.model["config"]):
             raise CannotReplay(
-                f"routing recorded: the model of {self.store.url} is not a mixture of experts; drop this option"
+                f"routing recorded: {self.store.url}: the model is not a mixture of experts; drop this option"
             )
         raise CannotReplay(
             f"routing recorded: {self.store.url} has no router choices for pass {self.replayed_pass!r}; record them "
@@ -220,13 +203,9 @@ class RecordedRun:
 
     def check_adapter(self, adapter: str | None) -> None:
         if adapter is not None and not self.model.get("adapters"):
-            raise CannotReplay(f"adapter {adapter}: the model of {self.store.url} has no adapters; drop this option")
+            raise CannotReplay(f"adapter {adapter}: {self.store.url}: the model has no adapters; drop this option")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """Return the experts chosen for each token of each row.
-
-        Raises CannotReplay if they were not recorded, and DamagedTrace.
-        """
         places = []
         for row in rows:
             if row.routing is None or row.routing_start is None:
@@ -235,7 +214,6 @@ class RecordedRun:
         return read_routing(self.store, places)
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """Return a step's rows in a pass (default: the replayed one), ordered by forward pass. Raises CannotReplay."""
         pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
             raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; the trace may be damaged")
@@ -259,7 +237,7 @@ class RecordedRun:
         }
         rows = [self._row(step, pass_name, scores, index, tokens) for index in range(scores.num_rows)]
         if not rows:
-            raise CannotReplay(f"{self.store.url}: step {step} has no scores of pass {pass_name!r}")
+            raise CannotReplay(f"{self.store.url}: step {step} has no scores for pass {pass_name!r}")
         return sorted(rows, key=lambda row: (row.writer, row.forward_id, row.forward_row))
 
     def _row(
@@ -297,7 +275,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return columns of the rows that meet a condition. Older attempts at a step are left out."""
+        """Read the columns of all matching rows. Older attempts at a step are left out."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:
@@ -319,12 +297,10 @@ class RecordedRun:
         return rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True)).select(columns)
 
     def records(self, table: str, condition: ds.Expression, columns: list[str]) -> Iterator[tuple[Any, ...]]:
-        """Like `table`, but yield tuples of Python values."""
         found = self.table(table, condition, columns)
         return zip(*(found[name].to_pylist() for name in columns), strict=True)
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
-    """Describe each policy version that was assumed because none was recorded with the scores."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]

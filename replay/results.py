@@ -1,5 +1,3 @@
-"""The plan of a replay (remaining work and expected time) and its results."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -16,21 +14,21 @@ from .sample import Sample
 class ArmPlan:
     arm: str
     num_steps: int = 0
-    """Number of steps in which some sequences have no score yet."""
+    """Steps with unscored sequences."""
     num_sequences: int = 0
-    """Number of sequences without a score."""
+    """Unscored sequences."""
     num_tokens: int = 0
-    """Number of tokens to run through the model. Includes scored rows that share a forward pass with unscored ones."""
+    """Tokens to run through the model, including scored rows that share a forward pass with unscored ones."""
     num_versions: int = 0
-    """Number of times that weights are loaded, once per change of policy version."""
+    """How often weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None
-    """Speed measured on the first rows; None until measured."""
+    """Speed measured on the first rows, or None until measured."""
     load_s: float | None = None
-    """Measured seconds to load one policy version's weights; None until measured."""
+    """Time to load one policy version's weights (seconds), or None until measured."""
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time in a single process; None until the speed is known."""
+        """Estimated time in a single process, or None until the speed is known."""
         if not self.num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -43,7 +41,6 @@ class ReplayPlan(list[ArmPlan], Table):
 
     @property
     def seconds(self) -> float | None:
-        """Estimated total time of all arms; None until the speed is known."""
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
@@ -54,55 +51,48 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """The scores of one step in one arm, compared with those of the pass that was replayed (`train` if recorded).
-
-    d is the replayed logprob minus the recorded one, in nats. If the recording cannot be replayed here, the identity
-    arm has no tokens, and its d is NaN.
-    """
+    """One step's scores in one arm, compared with the replayed pass. d is the replayed logprob minus the recorded one
+    (nats). If the recording cannot be replayed here, the identity arm has no tokens, and its d is NaN."""
 
     arm: str
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
-    """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
-    code in `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if it did."""
+    """Why replaying the step as recorded changed bits: `refused` (the recording does not run here), a code in
+    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
+    `unexplained`. None if it reproduced them."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, the contract fields that differ, or why it cannot run here; empty if all bits match."""
+    """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedArm:
-    """The scores of one arm over all replayed steps; d is the replayed logprob minus the recorded one, in nats."""
+    """One arm's scores in all replayed steps. d is the replayed logprob minus the recorded one (nats)."""
 
     arm: str
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
-    """Number of steps in which replaying as recorded reproduced every bit."""
+    """Number of steps where replaying as recorded reproduced every bit."""
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    """The results of every step in every arm."""
-
     def __init__(
         self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
     ):
         super().__init__(steps)
         self.plan = ReplayPlan() if plan is None else plan
-        """The work that was planned, with time estimates after a dry run."""
+        """Planned work. Includes time estimates after a dry run."""
         self.sample = sample
-        """The sample, if only a sample was scored; results then cover only its sequences."""
+        """Set if only a sample was scored. The results then cover only its sequences."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 

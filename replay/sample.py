@@ -1,7 +1,4 @@
-"""Draw a random sample of a trace's sequences: whole prompt groups, spread over the steps.
-
-Shapes: G groups in a step.
-"""
+"""Draw random prompt groups across a trace's steps."""
 
 from __future__ import annotations
 
@@ -18,33 +15,28 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
+"""Fixed, so a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Number of steps read at a time when drawing a sample or planning a replay."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1. Offsets of steps are its multiples modulo 1, which are evenly spread for any set of steps."""
+"""Golden ratio minus 1. Its multiples modulo 1 are evenly spread over any set of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A sequence's length, and the forward pass in which it was recorded."""
-
     seq_id: str
     group: str
-    """Prompt group; a sequence without a group_id is its own group."""
+    """Prompt group. A sequence without a group_id is its own group."""
     num_tokens: int
-    """Prompt and response tokens."""
     version: int
-    """Policy version; -1 if not recorded."""
+    """Policy version, or -1 if not recorded."""
     forward: tuple[str, int | None]
-    """Writer and forward_id; the id is None if not recorded."""
+    """Writer and forward_id, or None for an unrecorded id."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with the extents of its sequences in the replayed pass, reading STEPS_AT_ONCE steps at a time."""
     for start in range(0, len(steps), STEPS_AT_ONCE):
         part = list(steps[start : start + STEPS_AT_ONCE])
         chosen = ds.field("step").isin(part)
@@ -67,18 +59,15 @@ def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A sample of prompt groups. Each group is drawn with probability `share`."""
+    """Prompt groups, each drawn with probability `share`."""
 
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """Drawn sequences by step, each with its group. Steps without a drawn group are absent."""
+    """Drawn sequences by step, mapped to their groups. Steps without a drawn group are absent."""
     num_groups: int
-    """Number of groups in all requested steps."""
     num_sequences: int
-    """Number of sequences in all requested steps."""
     num_steps: int
-    """Number of requested steps."""
 
     @property
     def num_drawn(self) -> int:
@@ -86,7 +75,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Part of a sampled pass's contract. It leaves out the share, so that a sample can be extended."""
+        """What a sampled pass's contract says about the sample. Leaves out the share, so the sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -94,7 +83,7 @@ class Sample:
 
 
 def parse_sample(text: str | float) -> float:
-    """Parse a fraction of the sequences (below 1) or a number of sequences (1 or more). Raises InvalidOption.
+    """Parse a fraction (below 1) or a number of sequences (1 or more). Raises InvalidOption.
 
     >>> parse_sample("0.01"), parse_sample("500")
     (0.01, 500.0)
@@ -105,14 +94,13 @@ def parse_sample(text: str | float) -> float:
         wanted = float("nan")
     if not isfinite(wanted) or wanted <= 0 or (wanted >= 1 and wanted != int(wanted)):
         raise InvalidOption(
-            f"got {str(text)!r}; give a fraction below 1, such as 0.01, or a number of sequences, such as 500",
+            f"got {str(text)!r}; give a fraction below 1 (0.01) or a number of sequences (500)",
             option="sample",
         )
     return wanted
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample of the replayed pass; `wanted` is from parse_sample. Raises InvalidOption if it is empty."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:
@@ -127,18 +115,14 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
             found[step] = {seq_id: group for group in drawn for seq_id in of_step[group]}
     if not found:
         raise InvalidOption(
-            f"no group was drawn: these steps have {number:,} groups with {total:,} sequences; use a larger share",
+            f"no group was drawn from {number:,} groups ({total:,} sequences) in these steps; use a larger share",
             option="sample",
         )
     return Sample(share=share, seed=SEED, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Place the groups of a step in [0, 1), evenly spaced and in random order.
-
-    A sample consists of the groups placed below its share. Over all seeds, each place is uniformly distributed. Of G
-    groups, G * share are drawn, rounded up or down at random.
-    """
+    """Place a step's groups in [0, 1), evenly spaced and in random order. A sample takes the groups below its share."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

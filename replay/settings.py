@@ -1,5 +1,3 @@
-"""Apply the torch settings of a recorded pass while it is replayed."""
-
 from __future__ import annotations
 
 import os
@@ -18,13 +16,13 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value that torch requires for deterministic cuBLAS algorithms. It has no effect on a CPU."""
+"""What torch requires for deterministic cuBLAS. It has no effect on CPU."""
 _cuda_began: list[str | None] = []
-"""One element, the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty until CUDA starts."""
+"""The CUBLAS_WORKSPACE_CONFIG that CUDA started with in this process. Empty until it starts."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return a setter for each recorded setting, by name, in the order in which they must be applied."""
+    """Return a setter for each recorded setting. The order matters."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {
@@ -53,7 +51,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass; None if it was off, or to float32, which has no effect."""
+    """Return a recorded pass's autocast dtype, or None if it was off or had no effect (float32)."""
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
@@ -64,10 +62,8 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Within the block, set CUBLAS_WORKSPACE_CONFIG to its recorded value. CUDA reads it once, when it starts.
-
-    If no value was recorded and the algorithms must be deterministic, use the value that torch requires for them.
-    """
+    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or as deterministic algorithms require. CUDA reads it once, when it
+    starts."""
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -78,7 +74,7 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
                 f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} for this arm, but CUDA started {began} in this "
-                "process; if the last bits matter, replay this arm in a separate process",
+                "process. If the last bits matter, replay this arm in a separate process",
                 TimTraceWarning,
                 stacklevel=3,
             )
@@ -98,7 +94,6 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Within the block, apply the recorded settings with the arm's changes."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:
@@ -126,6 +121,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA lacks some of these libraries. The arm's contract records the one in use.
+        # torch builds without CUDA lack some of these libraries. The arm's contract records the one in use.
         with suppress(RuntimeError):
             change(value)

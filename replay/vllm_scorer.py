@@ -22,8 +22,6 @@ _PROBE_ROWS = 32
 
 
 class VllmScorer:
-    """Scores an arm with vLLM, started with the recorded engine arguments and the arm's changes."""
-
     substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -41,13 +39,12 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Arms with the same key share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
-        """torch's name for the engine's dtype: the arm's, else the recorded engine's, else the trainer's."""
+        """Engine dtype (torch name): the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -58,7 +55,7 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # Keep the value even if the engine chose it itself, since compiled kernels give different bits.
+        # Kept even if the engine chose it itself, since compiled kernels give different bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
@@ -78,7 +75,7 @@ class VllmScorer:
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
-            # vLLM rejects a max_num_seqs that is larger than max_num_batched_tokens.
+            # vLLM rejects max_num_seqs above max_num_batched_tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,
@@ -91,12 +88,10 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """Return an engine, which starts only when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, with adapters merged, in the engine's dtype. Raises CannotReplay."""
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
@@ -107,14 +102,14 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return `rows` alone: vLLM forms its own batches, so it needs no others."""
+        """Return only `rows`, since vLLM forms its own batches."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
         return rows[:_PROBE_ROWS]
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows at the arm's temperature, which vLLM's own logprobs do not include."""
+        """Score rows at the arm's temperature. vLLM's own logprobs do not include it."""
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
         advance(sum(row.num_tokens for row in rows))

@@ -1,1 +1,1 @@
-"""The code that scores: the trainer's own, ours for transformers models, vLLM, and the exact engine."""
+"""Scoring code: the trainer's own, ours for transformers models, vLLM, and the exact engine."""

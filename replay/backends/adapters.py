@@ -1,5 +1,3 @@
-"""PEFT adapters (LoRA and its variants) on a rebuilt model."""
-
 from __future__ import annotations
 
 import re
@@ -15,14 +13,11 @@ from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT puts before the parameter names of the model it wraps."""
 
 _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str, msgspec.Meta(max_length=10_000)] | None
 
 
 class _Lora(msgspec.Struct, forbid_unknown_fields=False):
-    """The fields of peft.LoraConfig that affect a forward pass."""
-
     peft_type: Literal["LORA"]
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
     lora_alpha: float = 8.0
@@ -47,15 +42,12 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields about initialisation and storage, which do not affect a forward pass once weights are loaded."""
+"""Initialisation and storage fields. They do not affect a forward pass once weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Add the recorded adapters to a rebuilt model, without their weights, and return the PEFT model.
-
-    `identity` is the recorded description of the model: `adapters` (PEFT configs by name) and `active_adapter`. Only
-    LoRA's own fields are used, so that a trace cannot cause any import. Raises CannotReplay.
-    """
+    """Add the recorded adapters, without their weights, and return the PEFT model. Only LoRA fields are used, so a
+    trace cannot cause any import. Raises CannotReplay."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -91,15 +83,14 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     ]  # fmt: skip
     if others:
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; only "
-            f"plain LoRA and DoRA are supported"
+            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}; only plain LoRA and DoRA can be "
+            f"replayed"
         )
     del known["peft_type"]
     return {field: value for field, value in known.items() if value is not None}
 
 
 def exported_config(name: str, recorded: Any) -> dict[str, Any]:
-    """Return an adapter's config for a PEFT folder, with supported fields only. Raises CannotReplay."""
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
@@ -110,7 +101,6 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return one adapter's weights, under the names they have in a PEFT folder."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -125,7 +115,6 @@ def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base model's weights under its own names, for a model with adapters off."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -135,12 +124,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return a version's weights with its adapter merged, under the base model's names.
-
-    `wrapped` is the trace's PEFT model, on the CPU and in the recorded dtypes; `load` loads the version's weights into
-    a model. PEFT's own code does the merging, as in TRL before it sends weights to an engine
-    (trl.generation.vllm_generation).
-    """
+    """Return weights with the adapter merged, under the base model's names. Merges with PEFT, like TRL before sending
+    weights to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

@@ -1,5 +1,3 @@
-"""Keep float64 models in float64 even in norms and softmax, which transformers computes in float32."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,10 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which casts from float64 to float32 have no effect.
-
-    Tensors of other dtypes are unaffected, so rotary frequencies, which models define in float32, stay float32.
-    """
+    """Context that turns casts from float64 to float32 into no-ops, so norms and softmax stay float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

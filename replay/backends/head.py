@@ -1,7 +1,4 @@
-"""Log-probabilities from hidden states, computed in chunks of tokens.
-
-Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
-"""
+"""Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -14,41 +11,37 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum number of bytes of logits to hold in memory at once."""
+"""Maximum bytes of logits to hold in memory at once."""
 
 
 class BatchScorer:
     grad_enabled = False
-    """True if the recorded pass kept gradients, which affects the choice of kernels."""
+    """True if the recorded pass kept gradients. This affects kernel selection."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], in nats, of the batch's response tokens, row by row."""
+        """Return the response log-probabilities [N], row by row (nats)."""
         with torch.set_grad_enabled(self.grad_enabled):
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Like `__call__`, but differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Computes log-probabilities from hidden states.
-
-    As in vLLM's sampler, logits are divided by the temperature, cut to the top k tokens, then to the smallest set with
-    a probability of at least top p, and then normalised. Tokens that were cut get -inf.
-    """
+    """Computes log-probabilities like vLLM's sampler: divides logits by the temperature, applies top-k, then top-p, and
+    normalises. Tokens that were cut get -inf."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """torch dtype of the projection; None to use the dtype of the hidden states."""
+    """torch dtype for the projection, or None for the hidden states' dtype."""
     logits_dtype: Any = None
-    """torch dtype of logits and everything computed from them; None for float32, or float64 after a float64 head."""
+    """torch dtype for logits and everything computed from them. None means float32, or float64 after a float64 head."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return the log-probabilities [N], in nats, of tokens `ids_N`, each given the hidden state before it."""
+        """Return log-probabilities [N] for `ids_N`, each given the hidden state before it (nats)."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -58,21 +51,17 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """Return the log-probabilities [C], in nats, of tokens `ids_C`, computed in the dtype of the logits.
-
-        Overwrites the logits unless a backward pass needs them.
-        """
+        """Return log-probabilities [C] (nats). Overwrites the logits unless a backward pass needs them."""
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # Round only once, as TRL and verl do for 16-bit logits.
+            # Rounds once, like TRL and verl for 16-bit logits.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Set logits to -inf outside the k most probable tokens, then outside the smallest set with probability p."""
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

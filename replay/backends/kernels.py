@@ -1,5 +1,3 @@
-"""Force and observe attention kernels."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,14 +12,13 @@ from ...tracer.hooks.patches import replaced
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     implementation: str = "sdpa"
-    """transformers' name. `sdpa` is torch's scaled_dot_product_attention."""
+    """transformers' name (`sdpa` is torch's scaled_dot_product_attention)."""
     backend: str | None = None
-    """Kernel of scaled_dot_product_attention, as a member of torch's SDPBackend; None for any."""
+    """Member of torch's SDPBackend, or None for any."""
     needs_cuda: bool = False
     shares_heads: bool = True
-    """True if several query heads can share one head's keys and values."""
     rounds_scores: bool = True
-    """True if scores and softmax may be rounded to the dtype of the activations."""
+    """True if scores and softmax may be rounded to the activations' dtype."""
 
 
 KERNELS = {
@@ -36,7 +33,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay where that kernel cannot run."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay where it cannot run."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield
@@ -51,23 +48,22 @@ def forced(attention: str | None) -> Iterator[None]:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
         raise CannotReplay(
-            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math, which "
-            f"always works, or eager"
+            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math (always "
+            f"available) or eager"
         ) from error
 
 
 def _heads_repeated() -> AbstractContextManager[None]:
-    """Make transformers copy keys and values to each query head, for kernels that cannot share them."""
+    """Make transformers repeat keys and values for each query head."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    # Releases of transformers without this function always copy them.
+    # transformers releases without this function always repeat them.
     return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Add to `found` the kernels that torch chooses for scaled_dot_product_attention."""
     import torch
 
     functional: Any = torch.nn.functional

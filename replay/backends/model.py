@@ -1,4 +1,4 @@
-"""Rebuild the recorded model from its config and a version's weights."""
+"""Rebuild the recorded model from its config and weights."""
 
 from __future__ import annotations
 
@@ -21,33 +21,30 @@ from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _ROOM = 0.8
-"""Share of a GPU's free memory that weights may use; the rest is for activations."""
+"""Fraction of free GPU memory for weights. The rest is for activations."""
 MAX_MODULES = 200_000
-"""Models with more modules and tensors than this are refused."""
 GROUP = 128
-"""Number of inputs that share a scale in a quantised weight. A row's last group may be shorter."""
+"""Inputs that share a scale in a quantised weight. A row's last group may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""Largest magnitude of each format; fp8 is e4m3."""
+"""Largest magnitude in each format. fp8 is e4m3."""
 
 
 def build(
     identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, experts: str | None = None,
     factory: str | None = None, allow_kernel: Sequence[str] = (),
 ) -> Any:  # fmt: skip
-    """Build the model, with its adapters but without weights.
+    """Build the model with its adapters but without weights. Raises CannotReplay.
 
-    `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
-    `experts` is transformers' name for the implementation of a mixture's experts. `factory` names a function
-    (`module:function`) that builds the model instead; it is called with `config` (a dict), `dtype` (torch's) and
-    `attention`. Without a factory, the class must be one of transformers' own, and no third-party code runs (see
-    `trusted`) except the attention kernels in `allow_kernel`, which may come from the hub. Raises CannotReplay.
+    `factory` names a function (`module:function`) to call instead of transformers. It gets `config` (a dict), `dtype`
+    (a torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code
+    runs except the attention kernels in `allow_kernel`.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers keep their dtype: rotary frequencies are float32 whatever the model's dtype is.
+        # Buffers keep their dtype: rotary frequencies are always float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -62,7 +59,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # transformers may raise anything if a config does not fit the class
+    except Exception as error:  # transformers can raise anything for a bad config
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (tim-trace info), choose another attention, or build the model with {option('model_factory', 'MODULE:FUNCTION')}"
@@ -71,40 +68,33 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device. A model too large for one GPU is split by layer across all GPUs."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     for parameter in model.parameters() if device == "cuda" else ():
-        # Weights are loaded directly onto the device, so the host memory reserved for them is never written.
+        # Host memory for weights is never written, since they are loaded directly onto the device.
         parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """Split the model by layer over several devices (transformers' device_map). `memory` is in bytes, by device.
-
-    Activations move between devices; each layer computes as on a single device. Raises CannotReplay.
-    """
+    """Split the model by layer across devices, given the memory for each (bytes). Raises CannotReplay."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     whole = getattr(model, "_no_split_modules", None)
     device_map = infer_auto_device_map(model, max_memory=dict(memory), no_split_module_classes=list(whole or ()))
     if "disk" in device_map.values():
         raise CannotReplay(
-            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes of {len(memory)} devices; replay "
-            f"with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
+            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes on {len(memory)} "
+            f"devices; replay with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
         )
     return dispatch_model(model, device_map, force_hooks=True)
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps a policy version's recorded tensors to those that the built model loads.
-
-    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate. `dtype` is torch's name for the
-    recorded dtype, in which adapters are merged on the CPU. Raises CannotReplay.
-    """
+    """Return a function that maps recorded tensors to the ones the built model loads. `adapter` is `merged`, `off`, or
+    None to keep adapters separate."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:
@@ -134,10 +124,10 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
-    if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # for example if a kernel failed to load
+    if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # e.g. a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # every weight is loaded later, so only buffers are initialised
+        parameter._is_hf_initialized = True  # weights are loaded later, so only initialise buffers
     model.init_weights()
     return model
 
@@ -179,16 +169,16 @@ def _function(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CannotReplay(
-            f"model factory {path!r}: cannot be imported ({error}); write module:function, with the module in the "
-            "working directory or installed"
+            f"model factory {path!r}: cannot be imported ({error}); write module:function (the module must be "
+            "installed or in the working directory)"
         ) from error
     finally:
         sys.path.remove(os.getcwd())
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Correct the dtypes of tensors: use float32 where transformers keeps float32 in a 16-bit model (such as the bias
-    of a router), and float64 where the class creates float32 tensors even in a float64 model."""
+    """Restore float32 tensors that transformers keeps in 16-bit models (such as a router's bias), and convert leftover
+    float32 tensors in float64 models."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -205,14 +195,13 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
-    """Load a version's weights, bit for bit or rounded to `dtype`. Raises CannotReplay."""
-    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, so that their dtype can be changed
+    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, to change their dtype
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. A trace "
-            "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this "
+            "model. If the model has adapters, record the trace with this tim-trace release or a later one"
         )
     with torch.no_grad():
         for name, target in wanted.items():
@@ -230,18 +219,15 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
 
 
 def to_torch(tensor: Tensor) -> Any:
-    """Return a torch tensor with the same bits."""
     bits = tensor.bits
     flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weights of experts and linear layers (but not the head) to values that a quantised engine would hold.
+    """Round expert and linear-layer weights (but not the head) to a quantised engine's values. The dtype is kept.
 
-    Their dtype does not change.
-
-    Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
+    Shapes: E experts, O outputs, I inputs, G inputs per group.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with torch.no_grad():
@@ -256,10 +242,6 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Round a weight to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
-
-    int8 has 255 distinct values, int4 has 15.
-    """
     parts = []
     for part_OG in weight_OI.float().split(GROUP, dim=1):
         scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]

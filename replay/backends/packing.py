@@ -15,7 +15,7 @@ NAME = "tim_trace_packed"
 
 
 def register() -> None:
-    """Register the attention with transformers. Instead of a mask, it takes the argument `packed`, a RowSpans."""
+    """Register with transformers. The attention takes `packed` (RowSpans) instead of a mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -23,41 +23,35 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens of a forward pass that attend to each other and to a prefix."""
-
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Earlier parts of the same row, in order, as (start, end); end is exclusive."""
+    """Earlier parts of the same row: (start, end), end exclusive."""
 
 
 @dataclass(slots=True)
 class RowSpans:
     spans: Sequence[Span]
     num_attentions: int = 0
-    """Number of attention layers that used the spans."""
 
 
 def check(config: Any) -> None:
-    """Raise CannotReplay unless every layer of the model has plain causal attention."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise _cannot(f"{text.model_type} has layers other than full attention ({', '.join(sorted(kinds))})")
+        raise _cannot(f"{text.model_type} has layers without full attention ({', '.join(sorted(kinds))})")
 
 
 def check_all(rows: RowSpans, config: Any) -> None:
-    """Raise CannotReplay if some layers ignored the spans in a forward pass."""
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
-        raise _cannot(f"only {rows.num_attentions} of the model's {layers} layers can keep rows apart")
+        raise _cannot(f"only {rows.num_attentions} of {layers} layers can keep rows apart")
 
 
 def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return [1, W, N, D]: causal scaled_dot_product_attention of each span to itself and to its prefix."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]

@@ -1,8 +1,5 @@
-"""Observe a replayed model's routers, or force the recorded choices of experts.
-
-Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times part of W), L routers, S
-experts selected per token, N tokens in all rows.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, C tokens per router call, L routers, S experts selected per
+token, N tokens in all rows."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append to `into` the routers' choices for each row in a forward pass; without routers, append nothing.
+    """Append each row's router choices to `into`, or force the `recorded` ones. Raises CannotReplay if they do not fit.
 
-    With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
-    router's own choice. With `keeps_same_sets`, so do tokens for which the router selects the recorded experts anyway.
-    Raises CannotReplay if the recorded choices do not fit this model.
+    Padding tokens keep the router's own choice. With `keeps_same_sets`, so do tokens where it selects the recorded
+    experts.
     """
     if not known:
         yield
@@ -40,7 +36,7 @@ def followed(
             for index, router in enumerate(known):
                 handle = router.module.register_forward_hook(partial(table.replace, index))
                 stack.callback(handle.remove)
-        stack.enter_context(tap)  # Hooks run in registration order, so the tap sees what the experts get.
+        stack.enter_context(tap)  # registered last, so the tap sees what the experts get
         yield
     parts = tap.forwards()
     if parts:
@@ -62,18 +58,16 @@ class Table:
         wanted = (len(known), known[0].num_slots or num_slots)
         if (num_layers, num_slots) != wanted:
             raise CannotReplay(
-                f"routing recorded: the trace has {num_layers} layers of {num_slots} experts per token, but the model "
-                f"has {wanted[0]} of {wanted[1]}; check that this is the model that was trained"
+                f"routing recorded: the trace has {num_layers} layers with {num_slots} experts per token, but the "
+                f"model has {wanted[0]} with {wanted[1]}; check that this is the model that was trained"
             )
         cells = batch.tokens_BW
         self.ids_BWLS = np.full((*cells.shape, num_layers, num_slots), NOT_ROUTED, np.int64)
         self.weights_BWLS = np.zeros(self.ids_BWLS.shape, weights_NLS.dtype)
         self.ids_BWLS[cells], self.weights_BWLS[cells] = ids_NLS, weights_NLS
         self._done = [0] * num_layers
-        """[L] number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """Forward hook: return the router's output with the recorded choice."""
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
@@ -93,7 +87,6 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """Split the observed choices by row. Each router call covers some of the batch's columns."""
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

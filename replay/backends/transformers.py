@@ -1,8 +1,5 @@
-"""Score with our own head, on a transformers model (prefill, packed, or through the KV cache) or on a user's model.
-
-Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
-vocabulary.
-"""
+"""Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ class TransformersScorer(BatchScorer):
         self, model: Any, head: Head, *, cached_tokens: int | None = None, kv_dtype: str | None = None,
         autocast_dtype: Any = None, compile: bool = False,
     ):  # fmt: skip
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -45,7 +41,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # The last layer may be on a different device from the first.
+            # The last layer may be on a different device.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
@@ -77,7 +73,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # As in the recorded pass, transformers' own attention separates rows where positions restart at 0.
+            # As recorded, transformers' own attention separates rows where positions restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -99,11 +95,8 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
-
-    vLLM's scales are 1 unless a checkpoint sets them (vLLM's documentation, "Quantized KV cache"). Attention reads
-    rounded values even for the newest tokens. Values beyond 448 saturate.
-    """
+    """Return a KV cache. With `fp8`, entries are rounded to e4m3 at scale 1, vLLM's default (vLLM docs, "Quantized KV
+    cache")."""
     from transformers import DynamicCache
 
     if kv_dtype is None:
@@ -121,20 +114,16 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
 
 
 def gives_hidden(model: Any) -> bool:
-    """Return True if backbone and head can be called separately, as in transformers."""
     return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`.
-
-    The model returns logits [B, W, V], or an object that has them as `.logits`.
-    """
+    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`. It returns logits [B, W, V] or an object with
+    `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raise CannotReplay for changes that a model returning only logits does not support."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))}: not possible, because the model factory's model returns only "

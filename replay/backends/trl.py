@@ -20,10 +20,7 @@ from .head import BatchScorer
 
 class TrlScorer(BatchScorer):
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head. Autocast is off if `autocast_dtype` is None.
-
-        Raises CannotReplay if the function is not TRL's own or is not installed.
-        """
+        """Give the model TRL's fused head. Raises CannotReplay if the function is not TRL's own or not installed."""
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
         self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)
@@ -38,7 +35,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As Accelerator.prepare_model does with mixed precision: run in autocast, return float32.
+            # Like Accelerator.prepare_model with mixed precision: run in autocast, return float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward
@@ -51,7 +48,7 @@ class TrlScorer(BatchScorer):
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         device = next(self._model.parameters()).device
-        if isinstance(batch, PackedBatch):  # a prefix tree, as in the loss of AsyncGRPOTrainer
+        if isinstance(batch, PackedBatch):  # a prefix tree, as in AsyncGRPOTrainer's loss
             rows = packing.RowSpans(batch.spans)
             ids_1W, positions_1W, labels_1W = (
                 torch.from_numpy(values_W).to(device).view(1, -1)
@@ -75,7 +72,6 @@ class TrlScorer(BatchScorer):
 
 
 def scores(contract: Contract) -> bool:
-    """Return True if a pass was scored by TRL code that is installed here."""
     if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
         return False
     name = str(contract["scoring_function"])
@@ -87,9 +83,8 @@ def scores(contract: Contract) -> bool:
 
 
 def _function(path: str) -> Any:
-    """Import `package.module.Class.method` or `package.module.function` if it is trusted. Raises CannotReplay."""
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
-        raise CannotReplay(f"{path}: is not part of TRL, so it is not called; replay a trace of TRL's own trainers")
+        raise CannotReplay(f"{path}: is not part of TRL, so it is not called; replay a trace from TRL's own trainers")
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -1,6 +1,6 @@
-"""The code that a trace can make a replay run: fixed lists of TRL functions, transformers models and torch names.
+"""Allowlists for what a trace can make a replay run: TRL functions, transformers models, torch names.
 
-A trace may come from an untrusted source. Any other code runs only if the user passes it with `--model-factory`.
+A trace may come from an untrusted source. Other code runs only if the user passes it with `--model-factory`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay does not call them, but runs the model in the same way."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers' check for each attention's package. If that is missing, transformers would fetch a hub kernel."""
+"""transformers' check for each attention package. Without the package, transformers would fetch a hub kernel."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
+"""Environment variable for commands without `allow_kernel`: comma-separated kernel names."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Why the recorded bits are not reproduced, by code."""
+"""Why the recorded bits are not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -57,10 +57,9 @@ _DROPPED = frozenset({
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
     "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Config fields that would make transformers fetch or import something, and labels, which no language model uses."""
+"""Config fields that would make transformers fetch or import something, and labels."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
-"""Limit on the number of layers, heads or experts in a config."""
 
 
 _Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
@@ -115,8 +114,6 @@ class _EngineArguments(msgspec.Struct):
 
 
 class _Scoring(msgspec.Struct):
-    """The contract fields that a replay reads."""
-
     torch: _Torch
     model: _Model
     temperature: float | None = None
@@ -138,7 +135,6 @@ def _factory() -> str:
 
 
 def check_contract(contract: Contract, where: str) -> None:
-    """Raise CannotReplay if contract fields that a replay needs are missing or invalid."""
     try:
         read = msgspec.convert(contract, _Scoring)
     except msgspec.ValidationError as error:
@@ -152,38 +148,35 @@ def check_contract(contract: Contract, where: str) -> None:
 
 
 def check_scoring(contract: Contract) -> None:
-    """Raise CannotReplay if a TRL contract names a function that is not part of TRL."""
     for field, allowed in (("scoring_function", (*SCORING_FUNCTIONS, *PACKED_LOSSES)), ("fused_lm_head", FUSED_HEADS)):
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
             raise CannotReplay(
-                f"the contract names the {field} {_named(name)}, which is not part of TRL, so it is not called; "
-                f"replay a trace of TRL's own trainers, {_factory()}"
+                f"the contract's {field} {_named(name)} is not part of TRL, so it is not called; "
+                f"replay a trace from TRL's own trainers, {_factory()}"
             )
 
 
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay if the attention would be imported or fetched without being `allowed`, or if experts are not
-    torch's own.
-
-    A model from the user's factory (`is_own_model`) may use any attention whose name is not a hub path.
-    """
+    """Raise CannotReplay unless the attention is built in or `allowed`, and the experts are torch's own. A model from
+    the user's factory may use any attention that is not a hub path."""
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
-        raise CannotReplay(f"the contract names the attention {_named(name)}, which is not loaded; {_factory()[3:]}")
+        raise CannotReplay(
+            f"the contract's attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
+        )
     if experts not in (None, *EXPERTS):
-        raise CannotReplay(f"the contract names the experts {_named(experts)}, which are not loaded; {_factory()[3:]}")
+        raise CannotReplay(
+            f"the contract's experts {_named(experts)} are not trusted, so they are not loaded; {_factory()[3:]}"
+        )
 
 
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run and, if it replaces the recorded one, the code of the reason, else None.
-
-    `path` is the model's class; `allowed` are the hub kernels that the user allows; `is_half` means 16-bit activations.
-    """
+    """Return the attention to run and, if it replaces the recorded one, a WHY code (otherwise None)."""
     name = name.removeprefix("paged|")  # matters only when generating
     cls = model_class(path)
     code = None
@@ -216,16 +209,14 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 def check_dtype(name: str) -> None:
     if name not in DTYPES:
         raise CannotReplay(
-            f"the contract names the dtype {_named(name)}, which is not one of {', '.join(DTYPES)}; the trace may be "
-            "damaged"
+            f"the contract's dtype {_named(name)} is unknown; the trace may be damaged (known dtypes: "
+            f"{', '.join(DTYPES)})"
         )
 
 
 def model_class(path: str) -> Any:
-    """Return transformers' language model class with this full name. Raises CannotReplay.
-
-    The name is looked up in transformers' own lists, so that a trace cannot cause any other import.
-    """
+    """Return transformers' language model class with this full name. Only names in transformers' own lists are
+    imported. Raises CannotReplay."""
     with collector_paused():
         import transformers
         from transformers.models.auto import modeling_auto
@@ -241,7 +232,7 @@ def model_class(path: str) -> Any:
         found = getattr(transformers, name, None) if name in listed else None
     if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
-            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is not a language model of "
+            f"the model cannot be rebuilt: the class {_named(path)} is not a language model in "
             "the installed transformers, so it is not imported; install the transformers version recorded in the "
             f"trace (tim-trace info), {_factory()}"
         )
@@ -249,10 +240,8 @@ def model_class(path: str) -> Any:
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop config fields, at any depth, that would make transformers fetch, import or run something.
-
-    Class, attention, experts and dtype are handled separately. Raises CannotReplay for impossible sizes.
-    """
+    """Drop config fields at any depth that would make transformers fetch, import or run something. Raises CannotReplay
+    for impossible sizes."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in _DROPPED or (name.startswith("__") and name.endswith("__")):
@@ -261,14 +250,13 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name == "architecture" and ":" in str(value):  # a timm name with a source prefix
             raise CannotReplay(
-                f"the model's config names the architecture {_named(value)}, which refers to external code; {_factory()[3:]}"
+                f"the model config's architecture {_named(value)} refers to external code; {_factory()[3:]}"
             )
         found[name] = _safe_value(name, value)
     return found
 
 
 def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
-    """Return the recorded vLLM engine arguments that a replay reuses. Raises CannotReplay if they are invalid."""
     try:
         found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
     except msgspec.ValidationError as error:
@@ -282,9 +270,7 @@ def _safe_value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_safe_value(name, item) for item in value]
     if isinstance(value, int) and (abs(value) >= 1 << 40 or (value > _MOST and _COUNTS.search(name))):
-        raise CannotReplay(
-            f"the model's config sets {_named(name)} to {value:,}, which no model has; the trace may be damaged"
-        )
+        raise CannotReplay(f"the model config sets {_named(name)} to an impossible {value:,}; the trace may be damaged")
     return value
 
 

@@ -1,7 +1,4 @@
-"""Score with vLLM, by prefilling the whole sequence or by decoding with the recorded tokens forced.
-
-Shapes: T response tokens in a row, V vocabulary.
-"""
+"""Score with vLLM. Sequences are prefilled whole, or decoded with forced tokens."""
 
 from __future__ import annotations
 
@@ -34,18 +31,15 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Key in a request's extra arguments for the tokens to force."""
+"""Key for the forced tokens in a request's extra arguments."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
-"""Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
-    """A vLLM engine for a recorded model, with the weights of one version at a time.
+    """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
 
-    New versions are loaded with vLLM's own reload, which also updates everything derived from weights. Afterwards, all
-    weights in the engine are compared with the given ones. The engine is restarted for each version if vLLM has no
-    reload, if some weights cannot be compared (packed for a kernel, quantised, or split over processes), or if some
-    kept their old values. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
+    New versions are reloaded in place and verified tensor by tensor. If either is not possible, the engine is restarted
+    for each version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -57,7 +51,7 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Tensors whose values in the engine could not be verified; `all` if there are several processes."""
+        """Tensors that could not be verified in the engine, or `all` with several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 
@@ -72,9 +66,9 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights in the running engine. Return False unless every weight verifiably arrived."""
+        """Reload weights. Return False unless every weight verifiably arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU, vLLM would keep the packed experts of the first version.
+        # vLLM on CPU would keep the first version's packed experts.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -84,7 +78,7 @@ class VllmEngine:
             self.not_compared |= set(stale)
             warnings.warn(
                 f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not "
-                f"receive the new weights; the engine is restarted for every version",
+                f"receive the new weights, so the engine is restarted for every version",
                 TimTraceWarning,
                 stacklevel=4,
             )
@@ -93,11 +87,8 @@ class VllmEngine:
     def score(
         self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
     ) -> list[np.ndarray]:
-        """Return each row's response logprobs [T] float32.
-
-        These are the engine's raw logprobs or, if any of these is set, the logprobs after temperature, top-k and top-p,
-        in this order. Raises CannotReplay.
-        """
+        """Return raw response logprobs [T] float32 for each row. If temperature, top-k or top-p is set, they are
+        applied in this order. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
@@ -176,8 +167,8 @@ class VllmEngine:
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: for this model and device, this vLLM version uses {', '.join(used)} instead; "
-                "use that name, or omit the option"
+                f"attention-backend {wanted}: this vLLM version uses {', '.join(used)} instead for this model and "
+                "device; use that name, or omit the option"
             )
 
     def _launched(self, llm: Any) -> Any:
@@ -185,7 +176,7 @@ class VllmEngine:
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
         if self.device == "cuda" and not self._has_workers:
-            # Use the free share of memory minus a reserve, but no more than vLLM's default.
+            # The free fraction minus a reserve, up to vLLM's default.
             free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
             more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
         text = self.config.get("text_config") or self.config
@@ -193,7 +184,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Only vLLM 0.31 and later have this option, and only with the second model runner.
+            # Requires vLLM 0.31 and its second model runner.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -201,13 +192,12 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep only the first name of each tensor. A tied tensor has several."""
+    """Keep only one name for tied tensors."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors that cannot be read from the engine or, after rounding, differ from those given."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -229,7 +219,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM computes logprobs before it runs processors."""
+    """Return a logits processor that allows only the forced token. vLLM computes logprobs before it runs."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

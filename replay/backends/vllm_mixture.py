@@ -1,6 +1,5 @@
-"""A mixture of experts in vLLM, presented as in transformers: a named router and experts with unpacked weights.
-
-In vLLM, a mixture is a single module: its router is not a module, and one tensor holds all experts' weights.
+"""Map vLLM mixtures of experts to transformers' modules and weights. In vLLM, one module and one tensor hold all
+experts.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -15,19 +14,18 @@ import torch
 from ...schemas.errors import CannotReplay, option
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""Models with the same module names in vLLM and transformers, whose MLPs consist of experts only."""
+"""Models with the same module names in vLLM and transformers. Their MLPs contain only experts."""
 _DIGIT = 256
-"""Base in which weights are numbered. Integers below it are exact in every weight dtype."""
+"""Numbering base for weights. Smaller integers are exact in every weight dtype."""
 _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay for a mixture that vLLM does not support. `identity` is the model's recorded description."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
-            f"arm {arm}: in vLLM, only the mixtures of experts {', '.join(MODELS)} are supported, and this model is "
-            f"{name or 'unnamed'}; compare arms of {option('engine', 'hf')}"
+            f"arm {arm}: {name or 'this model'} cannot be compared in vLLM (supported mixtures of experts: "
+            f"{', '.join(MODELS)}); compare arms with {option('engine', 'hf')}"
         )
 
 
@@ -40,43 +38,41 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    """Return transformers' names for a mixture's router and experts. Raises CannotReplay."""
     if module.routed_experts.quant_method.is_monolithic:
         raise CannotReplay(
             f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) selects experts "
-            f"itself, so its router cannot be observed; compare arms of {option('engine', 'hf')}"
+            f"itself, so its router cannot be observed; compare arms with {option('engine', 'hf')}"
         )
     if module.shared_experts is not None:
         raise CannotReplay(
             f"engine vllm: {name} adds shared experts to the selected ones, and the two cannot be separated; compare "
-            f"arms of {option('engine', 'hf')}"
+            f"arms with {option('engine', 'hf')}"
         )
     return [f"{name.rpartition('.')[0]}.gate", name]
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Sort weights and experts (int64) by descending weight, as transformers' routers do."""
+    """Sort weights and experts (int64) by descending weight, like transformers' routers."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' names and weights of all experts, [E, 2 I, H] and [E, H, I], if the packing is known."""
+    """Yield transformers' names and weights for all experts: [E, 2 I, H] and [E, H, I]. Empty if the packing is
+    unknown."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
     if first is None or second is None:
         return
-    gate, up = first.chunk(2, dim=1)  # Each tensor is padded to the size that the kernel needs.
+    gate, up = first.chunk(2, dim=1)  # both are padded for the kernel
     yield f"{name}.gate_up_proj", torch.cat((gate[:, :inner], up[:, :inner]), dim=1)
     yield f"{name}.down_proj", second[:, :, :inner]
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Undo the packing for vLLM's CPU kernel; return None if that fails.
-
-    To find the permutation, each element's index is packed, one base-256 digit at a time, in the dtype of the weights.
-    """
+    """Undo vLLM's CPU packing, or return None. To find the permutation, element indices are packed, one digit at a
+    time."""
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

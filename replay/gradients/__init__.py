@@ -1,1 +1,1 @@
-"""Recompute the gradients of recorded steps, as recorded and with changes."""
+"""Recompute recorded gradients with and without changes."""

@@ -1,4 +1,4 @@
-"""Arms of `gradient`: changes to the forward passes, to the logprobs used in the loss, and to the correction."""
+"""`gradient` arms: changes to the forward passes, the logprobs in the loss, and the correction."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
     logprobs: str | None = arm_option(
-        "Pass to use as the denominator of the importance ratio, and in place of train in the correction's ratio "
-        "train / rollout: train, rollout (bypass), current (ratio 1), or replay/<arm>.",
+        "Pass to use as the denominator of the importance ratio, and instead of train in the correction's ratio "
+        "(train / rollout): train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip
     correction: str | None = arm_option(
         "Correction: none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
-        "sequence_mask:C, where C is the largest allowed ratio, or two bounds LOW_HIGH.",
+        "sequence_mask:C, where C is the maximum ratio or two bounds LOW_HIGH.",
         users=(HF, GRADIENT), metavar="RULE",
     )  # fmt: skip
 
@@ -36,9 +36,9 @@ class GradientArm(Arm):
         Arm.__post_init__(self)  # dataclass(slots=True) creates a new class, which breaks zero-argument super()
         for name in self.lacking(GRADIENT):
             raise InvalidOption(
-                f"arm {name.replace('_', '-')}: not supported by gradient, which supports "
-                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; alternatively, replay this arm and pass "
-                f"its logprobs: --arm logprobs=replay/{self._replayed}"
+                f"arm {name.replace('_', '-')}: not supported by gradient; use "
+                f"{', '.join(names_for(GRADIENT))}, logprobs or correction, or replay this arm and pass its "
+                f"logprobs: --arm logprobs=replay/{self._replayed}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
@@ -46,7 +46,6 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the `replay` arm with the same changes to the forward pass."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
@@ -59,14 +58,13 @@ def parse_gradient_arm(text: str) -> GradientArm:
     arm = parse_arm(text, GradientArm)
     if arm.is_identity:
         raise InvalidOption(
-            f"{text!r} changes nothing; the recorded gradient is always computed, so leave it out", option="arm"
+            f"{text!r} changes nothing, so leave it out (the recorded gradient is always computed)", option="arm"
         )
     assert isinstance(arm, GradientArm)
     return arm
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with the arm's correction in place of the recorded one. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

@@ -1,4 +1,4 @@
-"""`tim-trace gradient`: rerun the forward and backward passes of recorded steps, as recorded and with changes."""
+"""`tim-trace gradient`: rerun recorded forward and backward passes, unchanged and with changes."""
 
 from __future__ import annotations
 
@@ -42,23 +42,21 @@ def gradient(
 ) -> GradientReport:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The forward and backward passes run with the recorded weights, loss, micro-batches and padding. The gradient as
-    recorded comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to the
-    forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the
-    denominator of the importance ratio and the numerator of the correction's ratio (train, rollout, current,
-    replay/<arm>), and `correction=RULE` (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
-    sequence_truncate:2, sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the
-    untruncated weights train / rollout, which the other corrections approximate.
+    The recorded gradient comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text.
+    They can change the forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), the pass
+    used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
+    correction (`correction=RULE`: none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
+    weights train / rollout that the other corrections approximate.
 
-    The variance over micro-batches needs at least 4 of them. `loss` sets fields of the loss that the trace does not
-    have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function
-    (`module:function`) that builds a model whose class is not in transformers. `weights_from` is the folder with the
-    run's checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be fetched
-    from the hub and run. Nothing is written.
+    The variance across micro-batches needs at least 4 of them. `loss` overrides loss fields or sets missing ones, e.g.
+    `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds models missing from
+    transformers. `weights_from` is the run's checkpoint folder, if the trace has no weights. `allow_kernel` lists
+    recorded hub kernels that may run. Nothing is written.
 
-    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
-    connects to a running one, whose nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per
-    actor, or a fraction of one; the default is 1 if this machine has a GPU, else 0.
+    `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
+    running one. Its nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
+    fraction. The default is 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -95,18 +93,16 @@ def gradient(
 class _Outcome:
     step: int
     results: list[GradientStep]
-    """One result per update and arm; if the step was refused, only those before the error."""
+    """Results by update and arm. If the step was refused, only those before the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 
 class _StepTaker:
-    """Computes gradients, one step at a time. On a cluster, each actor opens the trace itself."""
+    """Computes gradients step by step. On a cluster, each actor opens the trace itself."""
 
     def __init__(
         self, run: RecordedRun, arms: Sequence[GradientArm], loss: Loss, accumulated: float | None, threads: int | None
     ):
-        """`accumulated` is the recorded number of micro-batches per optimizer step. `threads` is the number of torch
-        threads to use in an actor; None in this process."""
         self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:

@@ -1,7 +1,4 @@
-"""The recorded loss of the rows in a forward pass, computed in torch.
-
-Shapes: B rows, T padded response width of the rows, N response tokens row by row, B1 one value per row.
-"""
+"""Shapes: B rows, T padded response width, N response tokens row by row, B1 one value per row."""
 
 from __future__ import annotations
 
@@ -29,22 +26,19 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors of each row's loss, by row key. They are applied one after the other, as a trainer divides a
-micro-batch's mean by the number of micro-batches."""
+"""Two divisors per row, applied one after the other to round as a trainer does."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
     loss: Loss
-    """The recorded loss with the arm's correction."""
     below: str
-    """Pass in the denominator of the importance ratio."""
     above: str
-    """Pass in the numerator of the correction's ratio, train / rollout."""
+    """Pass in the correction ratio's numerator (train / rollout)."""
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """Return these rows' share of the loss. The shares of all rows add up to the optimizer step's loss."""
+        """Return these rows' share of the optimizer step's loss."""
         cells = _Cells.of(rows, current_N)
         terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
         if is_of_rows and terms.shape[1] == 1:
@@ -58,17 +52,14 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """Return the terms of the loss, [B, T] or [B, 1].
-
-        Operations run in TRL's order, which affects how gradients are rounded.
-        """
+        """Return the loss terms [B, T] or [B, 1]. TRL's operation order is kept, since it affects rounding."""
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
-        # A token without a logprob in the denominator has ratio 1.
+        # Tokens without a denominator logprob have ratio 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
         divergence = None
-        if loss.kl_coefficient:  # k3, exp(d) - d - 1; 0 for a token without a reference logprob
+        if loss.kl_coefficient:  # k3: exp(d) - d - 1, or 0 without a reference logprob
             reference_BT = cells.logprobs(REFERENCE)
             reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
             divergence = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
@@ -94,7 +85,6 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return vespo's weight, [B, 1], or [B, T] if advantages differ by token."""
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -109,7 +99,7 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _weights(self, cells: _Cells) -> Any:
-        """Return the correction's weights, [B, T] or [B, 1]. A token without a rollout logprob has ratio 1."""
+        """Return the correction's weights [B, T] or [B, 1]. A token without a rollout logprob has ratio 1."""
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -127,15 +117,13 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Inputs of the loss for some rows, padded to the recorded width."""
-
     rows: Sequence[LossRow]
     current_BT: Any
     mask_BT: Any
     advantage: Any
-    """[B, 1] or [B, T]: one advantage per row, or one per token."""
+    """[B, 1] or [B, T]: one per row or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Pads each row's values to [B, T]; its second argument is the padding value."""
+    """Pads each row's values to [B, T] with the given padding value."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -163,7 +151,6 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -179,7 +166,6 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the recorded passes whose logprobs an arm's loss needs."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -190,7 +176,6 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return the divisors of each row's loss. Raises CannotReplay if max_tokens is needed but not recorded."""
     places, num_rows = update.places, len(update.rows)
     is_uniform = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
@@ -207,7 +192,7 @@ def divisors(loss: Loss, update: Update) -> Divisors:
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
                 raise CannotReplay(
-                    "loss: aggregation constant needs max_tokens, which was not recorded; set it with "
+                    "loss: aggregation constant needs max_tokens, but it was not recorded; set it with "
                     f"{option('loss', 'max_tokens=N')}"
                 )
             pair = (sequences[0] * loss.max_tokens, sequences[1])
@@ -218,5 +203,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a row's key in its optimizer step, which may contain the same sequence more than once."""
+    """Return a unique key within an optimizer step. Sequences may occur more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

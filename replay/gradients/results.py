@@ -10,9 +10,9 @@ from ...schemas.results import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGradient:
-    """An arm's gradient a compared with the recorded gradient r, for the whole model or one kind of module.
+    """Compares an arm's gradient a with the recorded gradient r in the whole model or one kind of module.
 
-    a and r are sums of the shares a_i and r_i of n micro-batches; n a_i estimates a from micro-batch i alone.
+    a and r are sums over n micro-batches with shares a_i and r_i. n a_i estimates a from micro-batch i alone.
     """
 
     module: str
@@ -21,45 +21,43 @@ class ModuleGradient:
     norm: float
     """|a|"""
     cosine: float | None
-    """<a, r> / (|a| |r|); None if either is 0."""
+    """<a, r> / (|a| |r|), or None if either is 0."""
     norm_ratio: float | None
-    """|a| / |r|; None if r is 0."""
+    """|a| / |r|, or None if r is 0."""
     bias: float
-    """|mean over micro-batches of n a_i - n r_i| = |a - r|."""
+    """|mean(n a_i - n r_i)| over micro-batches = |a - r|."""
     variance: float | None
-    """Variance of a as a mean over micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
+    """Variance across micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStep:
-    """The gradient of one optimizer step in one arm, before clipping."""
+    """One optimizer step's gradient in one arm, before clipping."""
 
     step: int
     policy_version: int
-    """Policy version of the weights at which the gradient is taken."""
     arm: str
     num_sequences: int
     num_tokens: int
-    """Number of tokens included in the loss."""
     grad_norm: float
-    """Norm of the whole gradient, as computed by torch's clip_grad_norm_."""
+    """Total norm as computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if none was logged, or if it is unclear which one belongs to this update."""
+    """Norm logged by the trainer, or None if it is missing or cannot be matched to this update."""
     reproduced: bool | None
-    """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
+    """For the recorded gradient: true if it equals the logged norm to the last digit. None without a logged norm."""
     forward_held: bool
     """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Number of micro-batches from which the variance is computed; 0 if there are too few."""
+    """Micro-batches used for the variance. 0 if there are too few."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()
-    """Why the logged norm was not reproduced, if known, and other remarks on the step."""
+    """Remarks, including why the logged norm was not reproduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReport(Result):
-    """Gradients of a run's steps in each arm. The first arm is the recording."""
+    """Gradients for each step and arm. The first arm is the recording."""
 
     _text = "tim_trace.analysis.replay_text:gradient_text"
 
@@ -67,7 +65,7 @@ class GradientReport(Result):
     loss: Loss
     steps: tuple[GradientStep, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole run, including each step without a result and the reason."""
+    """Remarks on the whole run, including why steps have no result."""
 
 
 def same_digits(found: float, logged: float) -> bool:

@@ -14,12 +14,10 @@ from ..settings import settings
 from .update import LossRow
 
 Losses = Callable[[Sequence[LossRow], Any], Any]
-"""Maps rows and their current logprobs [N] to their loss."""
+"""Maps rows and their current logprobs [N] to the loss."""
 
 
 class GradientScorer(HfScorer):
-    """Computes gradients on a model in its recorded mode (train or eval)."""
-
     keeps_recorded_rows = False
     pass_of_rows = "per forward and backward pass"
 
@@ -34,17 +32,15 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """None: adapters stay separate, since gradients are taken with respect to them."""
+        """None, since gradients are taken with respect to separate adapters."""
         return
 
     @property
     def trains(self) -> bool:
-        """True if the model was in train mode when the pass was recorded."""
         return bool(self.contract.get("training_mode", False))
 
     @property
     def has_dropout(self) -> bool:
-        """True if the forward pass uses dropout, which makes its results differ between runs."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -53,15 +49,11 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters; a tied one appears under its first name only."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: a tensor or None per parameter. `seen` gets each forward pass's
-        logprobs.
-
-        If memory runs out, later forward passes have half as many rows. Raises CannotReplay.
-        """
+        """Return the gradient as one tensor or None per parameter. `seen` gets each forward pass's logprobs. Raises
+        CannotReplay."""
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:

@@ -1,7 +1,4 @@
-"""The gradient of one optimizer step in each arm, compared with that of the first arm.
-
-Shapes: n micro-batches, M kinds of modules.
-"""
+"""Shapes: n micro-batches, M module kinds."""
 
 from __future__ import annotations
 
@@ -24,22 +21,18 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Minimum number of micro-batches from which a variance is computed."""
 _PIECE = 1 << 24
 
 Gradient = Sequence[Any]
-"""One tensor per parameter; None for a parameter without a gradient."""
+"""One tensor per parameter, or None for a parameter without a gradient."""
 
 
 class Sums:
-    """Squared norms and inner products of a model's gradients, by kind of module."""
-
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
 
     def squares(self, gradient: Gradient) -> np.ndarray:
-        """Return the squared norm [M] of a gradient in each kind of module."""
         squares = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
             if values is not None:
@@ -47,7 +40,7 @@ class Sums:
         return squares
 
     def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
-        """Return aa, ar, rr and (a - r)^2, [4, M], for an arm's gradient a and the reference r, summed in float64."""
+        """Return [4, M] sums in float64: aa, ar, rr and (a - r)^2 for an arm's gradient a and the reference r."""
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
@@ -56,7 +49,7 @@ class Sums:
 
 
 class StepPasses:
-    """Computes an optimizer step's gradient in several arms. The first arm's is the reference."""
+    """Computes an optimizer step's gradient in several arms. The first arm is the reference."""
 
     def __init__(self, update: Update, *, logged_norm: float | None, accumulated: float | None):
         self.update = update
@@ -65,7 +58,6 @@ class StepPasses:
         self._reference: list[Any] | None = None
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """Compute an arm's results with the weights that its scorer has loaded. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -73,7 +65,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # The norm is the same as in clip_grad_norm_, bit for bit.
+        # Bit for bit the norm that clip_grad_norm_ computes.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -88,7 +80,6 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient and, given enough micro-batches, the squared norm [M] of each micro-batch's share."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -119,17 +110,17 @@ class StepPasses:
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
         if not update.composition_known:
-            why.append("the trace does not record which rows formed each micro-batch")
+            why.append("micro-batches were not recorded")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
             why.append(f"{writers} processes computed the gradient, so the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
-                f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
+                f"only {len(update.places)} of {int(self._accumulated) * writers} micro-batches per optimizer step "
                 "were recorded"
             )
         if scorer.has_dropout:
-            why.append("the model uses dropout, as in the recording")
+            why.append("the recorded pass uses dropout")
         config = scorer.run.model["config"]
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
             why.append("the routers' auxiliary loss, if the trainer added it, is not included")
@@ -145,8 +136,6 @@ class StepPasses:
 
 
 class _Seen:
-    """Compares the logprobs of the forward passes with the recorded ones."""
-
     def __init__(self) -> None:
         self.held = True
         self.largest = 0.0
@@ -162,7 +151,6 @@ class _Seen:
 
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
-    """Compare an arm's gradient with the reference, for the whole model and then for each kind of module."""
     n, variances_M = len(squares), None
     if n > 1:  # sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
@@ -186,7 +174,6 @@ def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> 
 
 
 def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """Add a gradient to the total in place, as torch does when it accumulates, and return the total."""
     if total is None:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]

@@ -1,7 +1,4 @@
-"""The optimizer steps in a trace: weights, rows, inputs of the loss, and the step at which the grad norm was logged.
-
-Shapes: T response tokens in a sequence.
-"""
+"""A trace's optimizer steps: weights, rows, loss inputs, and where the grad norm was logged."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
+"""Contract field `source` for logprobs from the loss's own forward pass."""
 Place = tuple[str, int]
-"""A recorded forward pass: the writer, and its forward_id."""
+"""A recorded forward pass: writer and forward_id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,42 +29,38 @@ class LossRow:
     mask: np.ndarray
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
-    """[1] or [T] float32: one advantage per sequence, or one per token."""
+    """[1] or [T] float32: one per sequence or one per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """[T] float32 logprobs by pass, in nats; NaN where missing."""
+    """[T] float32 logprobs by pass (nats). NaN where missing."""
 
     @property
     def place(self) -> Place:
-        """The recorded micro-batch that contained this sequence."""
         return self.row.writer, self.row.forward_id
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens included in the loss."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step. Its gradient is taken at the weights of `policy_version`."""
+    """One optimizer step. Its gradient is taken at the `policy_version` weights."""
 
     step: int
-    """Step in which the sequences were generated."""
+    """Step that generated the sequences."""
     policy_version: int
     loss_pass: str
-    """The pass that the loss computed: `current`, or `train` if `current` was not recorded."""
+    """The pass computed by the loss: `current`, or `train` if `current` was not recorded."""
     contract: str
     rows: tuple[LossRow, ...]
-    """In the order of their recorded forward passes."""
     step_tokens: int
-    """Number of tokens in the whole recorded step that are included in the loss."""
     step_places: int
-    """Number of forward passes in one iteration of the loss over the whole step."""
+    """Forward passes per iteration over the whole step."""
     own_ratio: bool
-    """True if the trainer's old logprobs came from the loss's own forward pass, so every importance ratio was 1."""
+    """True if the old logprobs came from the loss's own forward pass, so every importance ratio was 1."""
     metric_step: int | None
-    """Step at which this optimizer step's grad norm was logged; None if unknown."""
+    """Step where this update's grad norm was logged, or None if unknown."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -76,7 +69,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Rows by micro-batch. If micro-batches were not recorded, a single one contains all rows."""
+        """Rows by micro-batch, or all in one if micro-batches were not recorded."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -90,7 +83,6 @@ class Update:
 
 
 def loss_steps(run: RecordedRun) -> list[int]:
-    """Return the steps for which a gradient can be computed."""
     return sorted({*run.steps(CURRENT), *run.steps(TRAIN)})
 
 
@@ -104,7 +96,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return the values by step of the first of these metrics that was logged; empty if none was logged."""
+    """Return values by step for the first logged metric among these names. Empty if none was logged."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -114,10 +106,7 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return the optimizer steps taken on a step's sequences, with the logprobs of `passes`.
-
-    Raises CannotReplay if the trace lacks advantages or one of the passes.
-    """
+    """Return a step's updates with logprobs for `passes`. Raises CannotReplay if advantages or a pass are missing."""
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
     sequences = _sequences(run, step)
@@ -157,7 +146,6 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows that were rescored with different logprobs under the same policy version, and note how many."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -167,7 +155,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again with different weights under the same policy version; their optimizer steps "
+        f"{dropped} rows were scored again with different weights under the same policy version. Their optimizer steps "
         f"cannot be told apart, so only the first step is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]
@@ -203,7 +191,6 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return each sequence's first logprobs in a pass. Raises CannotReplay if the pass has none."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
@@ -219,7 +206,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm needs; {how}"
+            f"{run.store.url}: step {step} has no logprobs for pass {pass_name!r}, required by the loss or an "
+            f"arm; {how}"
         )
     return found
 
@@ -227,11 +215,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return the step at which each policy version's update was logged; None if unknown.
-
-    A single update is logged at its own step. As in TRL, several updates are logged at consecutive steps, if these have
-    no sequences of their own. Otherwise, the trace does not show which update was logged where.
-    """
+    """Return the step where each policy version's update was logged, or None. As in TRL, several updates are logged at
+    consecutive steps, if those have no sequences."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -1,1 +1,1 @@
-"""Find the operators where two executions of recorded sequences diverge, by their own errors and by patching."""
+"""Find the operators where two executions diverge, from their own errors and by patching."""

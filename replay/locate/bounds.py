@@ -1,11 +1,9 @@
 """Bounds on an operator's rounding error, computed from its inputs.
 
-u is a dtype's unit roundoff (half the distance from 1 to the next number). Whatever the order of addition, a sum of n
-products in precision u differs from the exact sum by at most g(n) u sum|a||b|. For g(n) = n, this always holds (Higham,
-Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). For g(n) = 8 sqrt(n), it holds with a probability of
-at least 1 - 2 n exp(-32) if rounding errors are independent and have mean zero (Higham and Mary, SIAM J. Sci. Comput.
-41, 2019, theorem 3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy
-and Schwarz).
+u is a dtype's unit roundoff. Summing n products in any order has an error of at most g(n) u sum|a||b|. g(n) = n always
+holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). g(n) = 8 sqrt(n) holds with
+probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is
+used.
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -23,14 +21,12 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""lambda of the probabilistic bound in Higham and Mary."""
+"""Higham and Mary's lambda."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element. Such
-code may split sums, for example."""
+"""Extra error allowed for other code, which may split sums (unit roundoffs at a token's largest element)."""
 _ROWS = 64
-"""Number of queries whose attention scores are held in memory at once."""
 
 
 def unit(dtype: Any) -> float:
@@ -38,27 +34,24 @@ def unit(dtype: Any) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """Return the largest rounding error of a value below a torch dtype's normal range."""
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
 def growth(length: int) -> float:
-    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of absolute values."""
+    """Return g(n), the error bound for n summed products, relative to u sum|a||b|."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     given: Any
-    """torch dtype of the output."""
     taken: Any
-    """torch dtype of the first input."""
     weight: Any = None
-    """torch dtype of the weight; None if the operator has no weight."""
+    """Weight dtype (torch), or None without a weight."""
     recorded: Any = None
-    """torch dtype of the recorded weight, from which the operator's weight may have been rounded."""
+    """Recorded weight dtype (torch). The operator's weight may be rounded from it."""
     adds: bool = False
-    """True if the operator adds two tensors to get its input and may use the unrounded sum."""
+    """True if the input is a sum and the operator may use it unrounded."""
 
     @property
     def out(self) -> float:
@@ -66,12 +59,12 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff of accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's matmuls."""
+        """Unit roundoff for accumulated sums. torch's and vLLM's matmuls use float32 for narrower dtypes."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Relative error from rounding inputs and weights to a narrower dtype before they are multiplied."""
+        """Relative error from rounding inputs and weights to a narrower dtype before multiplying."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -82,7 +75,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """Rounding error of a value below the normal range of the narrower dtype to which it is rounded."""
+        """Rounding error below the narrower dtype's normal range."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -92,10 +85,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error of each element of a module's output, in a shape that broadcasts to `exact`.
+    """Bound the error in a module's output. Broadcasts to `exact`.
 
-    `takes` are the module's inputs in float64, `exact` is the float64 module's output for them. With `is_other_code`,
-    each step of the module's code may round.
+    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, each step in the module's code may
+    round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -114,11 +107,11 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised values may fall below the dtype's normal range before a weight multiplies them.
+        # Normalised values may be subnormal before a weight multiplies them.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before or after rounding.
-        # The largest angle is the last position plus 2, since the highest frequency is 1.
+        # The highest frequency is 1, so angles are at most the last position plus 2.
         positions = [value for value in takes if value is not None and not value.is_floating_point()]
         angle = float(positions[0].max()) + 2.0 if positions else 2.0
         largest = max(1.0, float(exact.abs().amax()))
@@ -140,29 +133,23 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] of rotating pairs of elements by float32 angles, whichever elements form a pair.
-
-    A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
-    """
+    """Bound the error [T, N, D] from rotating arbitrary pairs by float32 angles. Rotations preserve a pair's norm."""
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error of one elementwise sum or product, including a factor applied before or after it."""
+    """Bound the error in one elementwise sum or product, including a factor applied before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] of an unobserved MLP or attention, relative to each token's largest element."""
+    """Bound the error [T, H] in an unobserved MLP or attention, relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error of attention computed by custom code, relative to the largest element over all tokens.
-
-    Custom code may use float32 even in a float64 model.
-    """
+    """Bound the error in custom attention code. It may use float32 even in a float64 model."""
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 
@@ -171,12 +158,11 @@ def of_attention(
     query: Any, key: Any, value: Any, weights: Any, exact: Any, scaling: float, rounding: Rounding, *,
     rounds_scores: bool, cut: float = 0.0, off: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
-    """Bound the error [T, N, D] of an attention core, to first order in the errors of the scores.
+    """Bound an attention core's error [T, N, D], to first order in the score errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
-    True if scores and softmax are rounded to the dtype of the output, as in unfused attention. `cut` is the error of
-    each weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off`
-    contains bounds on the errors of query and key, in their shapes; without it, both are exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error in
+    each weighted value, relative to the largest one, if values are sliced (`exact.slices.matmul`). `off` bounds the
+    query and key errors. Without it, both are exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -209,11 +195,8 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Bound the error [T] of a projection followed by a log-softmax.
-
-    Without `weight`, there is only the log-softmax. `logits` [T, V] are exact, and already divided by the temperature.
-    `casts` is `Rounding.casts` for the projection.
-    """
+    """Bound the error [T] in a projection (if `weight` is given) and a log-softmax. `logits` [T, V] are exact and
+    already scaled."""
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
     if weight is not None:
@@ -226,7 +209,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Bound the error of a linear layer or, if `slot` is above 0, the error of a router's scores to first order."""
+    """Bound the error in a linear layer or (if `slot` is above 0) in a router's scores, to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -242,10 +225,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error of a projection with a LoRA or DoRA adapter, separate or merged.
-
-    The projection computes W x + s B A x; DoRA also rescales the rows.
-    """
+    """Bound the error in W x + s B A x (LoRA), separate or merged. DoRA also rescales the rows."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -280,19 +260,19 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
-    # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
+    # Normalised values are rounded to the input's dtype before a wider weight multiplies them.
     out = max(rounding.out, unit(rounding.taken))
-    # If the operator used the unrounded sum, each value differs by up to one roundoff, and so does the norm.
+    # With the unrounded sum, each value differs by up to one roundoff, and so does the norm.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round the mean, the centred value, its square and the mean of squares (the latter two count half, because
-    # of the root), the root, a quotient, a factor and a sum.
+    # Code may round the mean, the centred value, its square and the mean square (these two count half under the
+    # root), the root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # A weight that is added to 1 is rounded while it is still small, and the sum may be close to 0.
+        # A weight added to 1 is rounded while still small, and the sum may be close to 0.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
@@ -307,7 +287,6 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] of the sum over each token's selected experts, which are gated layers."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
@@ -339,7 +318,7 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Return the magnitudes of an expert's gated product and of its derivatives, from its first product [T, 2 I]."""
+    """Return the magnitudes [T, I] and slopes [T, 2 I] for an expert's gated product."""
     with torch.enable_grad():
         both = both.detach().clone().requires_grad_(True)
         if hasattr(module, "_apply_gate"):
@@ -352,12 +331,11 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Split gate and up values, [2, T, I]."""
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error of an operator with unknown internals, relative to each token's largest element."""
+    """Bound the error in an unknown operator, relative to each token's largest element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Compare the core of an attention layer (queries, keys, values and output) with a float64 reference.
+"""Compare an attention layer's core (queries, keys, values and output) against a float64 reference.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -20,12 +20,12 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys are
-wrong, because keys pass through a cache after the rotary."""
+"""Kinds of core inputs. Reported if no rotary precedes the core, or if only the keys are wrong, since keys pass through
+a cache after the rotary."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
-"""Minimum relative difference in queries or keys that is attributed to a wrong norm or to reordered dimensions."""
+"""Minimum relative difference in queries or keys attributed to a wrong norm or reordered dimensions."""
 
 
 class Cores:
@@ -33,7 +33,7 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers in which a norm was observed, as three sets: for queries, for keys and for values."""
+        """Layers where the query, key or value norm was observed (one set each)."""
 
     def note_norm(self, name: str) -> None:
         for layers, norm in zip(self._normed, _NORMS, strict=True):
@@ -43,7 +43,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return the execution's output."""
+        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return its recorded output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -68,7 +68,6 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge an attention core's inputs, and return them in the float64 model's shapes."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -84,14 +83,13 @@ class Cores:
             bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # A rotation can move an error from one element of a pair to the other.
+                # A rotation can move an error to the other element of a pair.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables rotate queries and keys, so if only the keys are wrong, they were changed after the
-                # rotary.
+                # Queries and keys share tables, so if only the keys are wrong, they changed after the rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # A rotation does not change the norm of a head's vector.
+                # A rotation preserves each head's norm.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right
@@ -101,10 +99,10 @@ class Cores:
         return new
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
-        """Return the operator that would explain these wrong queries, keys or values [T, N, D], and its kind.
+        """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves the norm of each head's vector. So if the norms differ, and the norm layer before the
-        rotation was not observed, that layer is wrong.
+        A rotation preserves norms. So if they differ and the norm layer before it was not observed, that layer is
+        wrong.
         """
         norms = [
             (name, kind_of(name))
@@ -119,13 +117,8 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Map each dimension [D] of the float64 model's queries and keys to the matching dimension in the execution.
-
-    Return None if the order is the same, or if no order fits.
-
-    Attention scores do not depend on the order of dimensions, as long as queries and keys share it. Some code rotates
-    neighbouring pairs and leaves them in place.
-    """
+    """Map the float64 model's query and key dimensions [D] to the execution's. None if the order is the same, or if
+    none fits. Scores do not depend on the order as long as queries and keys agree."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

@@ -1,4 +1,4 @@
-"""`tim-trace locate`: find where two executions diverge, and which operators cause the mismatch."""
+"""`tim-trace locate`: find where two executions diverge and what causes the mismatch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference, in nats, between the float64 log-probabilities of two implementations of one function."""
+"""Maximum difference between float64 log-probabilities from equivalent implementations (nats)."""
 _SHARE_OF_MEMORY = 0.25
-"""Share of the free memory that recorded operator values may take."""
+"""Fraction of free memory for recorded operator values."""
 _TASKS = 4
 """Progress units per sequence: one for running both executions, two for judging them, one for propagating errors."""
 _NEAR_VERSIONS = 8
-"""Number of nearby policy versions, in each direction, that are searched for a tensor that differs."""
+"""How many policy versions to search on each side for a tensor that differs."""
 
 
 def locate(
@@ -65,11 +65,9 @@ def locate(
 ) -> Located:
     """Find where two executions of recorded sequences diverge.
 
-    This is `analysis.locate` without the shares and intervals, and with three more options. `prepare` and
-    `prepare_against` are functions that modify a side's model after its weights are loaded; that side is then treated
-    as user code, as it is with `model_factory`. `tapped_bytes` is the memory for recorded operator values, by default a
-    quarter of the free memory. If the values of all layers do not fit, layers are processed in windows. Nothing is
-    written.
+    `analysis.locate` adds shares and intervals. `prepare` and `prepare_against` modify a side's model after its weights
+    are loaded. That side then counts as user code. `tapped_bytes` limits the memory for recorded operator values
+    (default: a quarter of the free memory).
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -113,20 +111,15 @@ def _layers(text: str | None) -> Callable[[str], bool]:
 
 
 def _named(text: str | None) -> Callable[[str], bool]:
-    """Select operators by whole words between the dots in their names."""
     if text is None:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(
-            f"got {text!r}; give comma-separated parts of names, e.g. q_proj,rotary", option="operators"
-        )
+        raise InvalidOption(f"got {text!r}; give comma-separated name parts, e.g. q_proj,rotary", option="operators")
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
 class _Location:
-    """One run of `locate`: both executions, the float64 model, and the chosen sequences."""
-
     def __init__(
         self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
         is_asked: Callable[[str], bool], progress: Progress,
@@ -140,7 +133,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """For each side that runs user code, an execution of that code in float64."""
+        """User code in float64, one execution per side."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -150,11 +143,11 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # A trace of a model with adapters has PEFT's parameter names, which the rebuilt model does not use.
+        # Traces with adapters have PEFT's parameter names, unlike the rebuilt model.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory
-        # If one side has user code, both sides compute logits with the model's own forward, head included.
+        # With user code on either side, both compute logits in the model's own forward method.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
         def transformers(side: str, arm: Arm) -> Execution:
@@ -181,7 +174,6 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """`only` describes the limits on layers and operators. `tapped_bytes` is the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -270,7 +262,7 @@ class _Location:
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)
-        except OF_CODE as error:  # e.g. code that supports only one dtype
+        except OF_CODE as error:  # e.g. it supports only one dtype
             pooled.unjudged[f"{side} in float64"] = f"{type(error).__name__}: {first_line(error)}"
             del pooled.same_in_double[side]
             return
@@ -303,7 +295,6 @@ class _Location:
                     )  # fmt: skip
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the nearest recorded policy version that contains this tensor, or None."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)

@@ -1,4 +1,4 @@
-"""One of the two executions to compare: an arm's model, whose operators can be observed and replaced as it scores."""
+"""An execution to compare. Its model's operators can be observed and replaced while it scores."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ from .reference import Reference
 from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
-"""Modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Takes a batch and, by row index, the objects that record its rows' values. Observes one forward pass."""
+"""Observes one forward pass, given a batch and the taps to fill by row index."""
 
 
 class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     _keeps_double = True
-    """True if torch must be kept from narrowing the values of a float64 model."""
+    """True if torch must not narrow values in a float64 model."""
     reference: Reference | None = None
     """The recorded model. Its operators are observed in this execution, whichever modules compute them."""
 
@@ -61,12 +60,11 @@ class Execution:
 
     @property
     def is_other_code(self) -> bool:
-        """True if the model runs the user's code instead of that of the recorded transformers model."""
+        """True if the model runs the user's code instead of the recorded transformers model."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
     def is_adapted(self) -> bool:
-        """True if the model has adapters, so that its weights differ from the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
@@ -75,13 +73,11 @@ class Execution:
 
     @property
     def head(self) -> str:
-        """Name of the module that computes logits."""
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), "")
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention may round scores and softmax to the model's dtype, as some of torch's kernels do."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,7 +94,6 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of any weight: operators round to no coarser one. None if there is no such limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -116,7 +111,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return the float64 logprobs [T] of `rows` by sequence. Batches are formed from `of`, and run in `around`."""
+        """Return float64 logprobs [T] by sequence. Batches come from `of` and run within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -139,7 +134,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Like `score`, but also return the inputs and outputs of the operators selected by `wanted`."""
+        """Like `score`, but also return operator inputs and outputs, selected by `wanted`."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -162,16 +157,13 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """An arm of the exact engine with the weights of a step. Its operators have transformers' names.
-
-    The engine keeps its values in float64 tensors. They are recorded in the dtype to which they were rounded.
-    """
+    """An exact-engine arm. Its float64 values are recorded in the dtype they were rounded to."""
 
     scorer_of = ExactArmScorer
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """No limit, because this engine rounds only once, to the dtype of an operator's output."""
+    """No limit, because this engine rounds only once, to the output dtype."""
     _keeps_double = False
 
     @property
@@ -191,7 +183,6 @@ class ExactExecution(Execution):
 def _heard_exactly(
     model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
 ) -> Iterator[None]:
-    """Record the inputs and outputs of the exact engine's operators in one forward pass, for some of its rows."""
     shape, dtype = batch.tokens_BW.shape, model.precision.dtype
     where = places(batch, chosen, model.device)
 
@@ -224,5 +215,5 @@ def check_heard(arm: Arm) -> None:
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:
-            why += "; engine exact gives the same bits in every mode"
+            why += " (engine exact gives the same bits in every mode)"
         raise CannotReplay(f"arm {arm.name}: {why}; omit {phrase(name, getattr(arm, name))}")

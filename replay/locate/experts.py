@@ -1,8 +1,6 @@
-"""Compare mixtures of experts with float64: the router's choice, the weights that the experts use, and their sum.
+"""Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
 
-Logits alone do not determine a choice: a router may take the highest ones, or choose by groups, with a bias, or from
-scaled scores. So the router runs again, and as soon as it has computed its logits, they are replaced with those of the
-execution.
+A router may choose by groups, add a bias, or scale its scores. So it runs again with the execution's logits.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -22,26 +20,22 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of operators: a mixture's experts with their sum, and its choice of experts if the router was unobserved."""
+"""Kinds: a mixture's experts with their sum, and its choice if the router was not observed."""
 _MOST_FLIPPED = 0.25
-"""Maximum share of tokens whose experts may differ from the float64 model's because of rounding, if the router was not
-observed. If the share is larger, the choice itself is judged to be wrong."""
+"""If the router was not observed, rounding may flip experts for at most this fraction of tokens. Beyond it, the choice
+itself is judged wrong."""
 _STEPS = 4.0
-"""Rounding error allowed for an expert's logit, and for each later value up to the choice, in unit roundoffs."""
+"""Rounding error allowed for an expert's logit, and for each later value up to the choice (unit roundoffs)."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Pairs of shifts, in units of the allowed rounding error: one for the values of the chosen experts, one for all other
-experts. A choice is accepted if it follows from the logits under any of these pairs."""
+"""Shifts for chosen and other experts, relative to the allowed rounding error. A choice is accepted if it follows from
+the logits under any pair."""
 
 
 def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router: its logits, whether its choice follows from them, and the scores of the choice.
-
-    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is
-    below that of the float64 choice by at most twice the bound.
-    """
+    """Judge a router: its logits, whether its choice follows from them, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices before logits, so logits are recognised by their width.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
@@ -62,7 +56,7 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # The logits' error enters the forward pass through the scores computed from them.
+            # The logit error enters the forward pass through the scores.
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -74,6 +68,7 @@ def judge_router(
         unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
         made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
         if made_right is None:
+            # Accept choices whose smallest logit is within twice the bound.
             least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
             made_right = least <= 2.0 * bound_TE.amax(-1)
         differs_T &= ~made_right
@@ -83,7 +78,7 @@ def judge_router(
         is_score = slot != of_all and score is not None and value.is_floating_point()
         if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
             continue
-        # Scores may have a higher precision than the logits that they are computed from.
+        # Scores may be more precise than their logits.
         made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
         coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
         bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
@@ -97,10 +92,8 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] that experts use, if these are not the observed output of the router.
-
-    Tokens with different experts are skipped, unless there are more of them than rounding can explain.
-    """
+    """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, unless
+    rounding cannot explain so many."""
     if len(takes) != len(found):
         return
     ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]
@@ -119,14 +112,14 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
         return
     bound = bounds.of_sum(exact.abs(), heard.rounding(given.dtype), 8.0)
     for (of, operator), (_, unheard) in heard.unheard.items():
-        if of == layer and operator in ("gate", "router"):  # an error in a logit is a relative error in the weight
+        if of == layer and operator in ("gate", "router"):  # a logit's error is the weight's relative error
             logits = unheard(given.dtype).reshape(len(exact), -1).amax(-1, keepdim=True)
             bound = bound + 2.0 * logits * exact.abs()
     heard.judgement.add(where, ROUTER, layer, given[same_T], exact[same_T], bound[same_T])
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True if a mixture's output is not the sum of its experts, and judge it as wrong."""
+    """Check a mixture's output against its experts' sum. If it is wrong, judge it and return True."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -138,13 +131,12 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
-    """A context that replaces the first result equal to `made` with `given`, and shifts all expert values after it."""
+    """Replaces the first result equal to `made` with `given`, then shifts all later expert values."""
 
     def __init__(self, made: Any, given: Any, moved_TE: Any):
         super().__init__()
         self._made, self._given, self._moved_TE = made, given, moved_TE
         self.has_begun = False
-        """True once a result equal to `made` was found."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -162,13 +154,10 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return a [T] mask: true where a router's code makes the choices `ids_TS` from the logits `given_TE`.
+    """Return a [T] mask: true where a router's code chooses `ids_TS` given the logits `given_TE`, up to rounding.
 
-    The choice may follow in float64, in the logits' dtype, or within rounding error.
-
-    `again` runs the router and returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits that the
-    router computes itself, `given_TE` those from which the execution chose `ids_TS`. `unit` is the roundoff of the
-    scores. Return None if the code does not compute `made_TE` before it chooses.
+    `again` runs the router and returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits the router
+    computes itself. Return None if its code does not compute them before it chooses.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

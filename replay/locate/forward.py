@@ -1,8 +1,5 @@
-"""Run one row in float64, replacing the values before and after each operator with those of an execution.
-
-A computation between modules (an addition to the residual stream, a rotation, a product) is judged at the input of the
-next operator.
-"""
+"""Run one row in float64, judging each operator on an execution's values. A computation between modules is judged at
+the input of the next operator."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ from .taps import (
 )
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
-"""Kinds of computations between operators: additions to the residual stream, the product of gate and up, anything else,
-and changes to embeddings before the first layer."""
+"""Computations between operators: residual additions, gate times up, anything else, and changes to embeddings before
+the first layer."""
 INPUT = "input"
 """Suffix for an operator's input that should equal the layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
@@ -47,14 +44,13 @@ _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_p
 
 class Forward:
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` are those of the float64 model. `names` maps the ids of its modules to their names."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Within the block, replace the values before and after each operator with the execution's, and judge them."""
+        """Within the block, judge the values around each operator and replace them with the execution's."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
@@ -68,8 +64,6 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a hook so that an operator it cannot handle is noted, and the others are still judged."""
-
         def called(name: str, *args: Any) -> Any:
             try:
                 return hook(name, *args)
@@ -99,7 +93,7 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(each is None for each in call.gives):  # e.g. if it runs for a few tokens at a time
+        if call is None or all(each is None for each in call.gives):  # e.g. it runs a few tokens at a time
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
@@ -120,7 +114,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # output projection of a custom attention
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # a custom attention's output projection
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)
@@ -138,12 +132,11 @@ class Forward:
             judge_choice(self._heard, name, found, call.takes)
         own, recorded = _num_floating(call.takes), _num_floating(found)
         if name.rpartition(".")[2] != "rotary_emb" and own > recorded:
-            self._judgement.unjudged[name] = f"takes {own} tensors, but in the recorded model it takes {recorded}"
+            self._judgement.unjudged[name] = f"takes {own} tensors, but {recorded} in the recorded model"
             return None
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        """Judge the computation before an operator's input, and return the execution's input to use instead."""
         taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
@@ -154,9 +147,9 @@ class Forward:
                 self._judgement.add_differing(f"{name}.positions", ROTARY, layer, differs, taken.numel())
             return new
         if slot and are_experts(self._operators[name]):
-            return new  # weights of the chosen experts, which are judged with the choice
+            return new  # expert weights, which are judged with the choice
         if last == "rotary_emb":
-            # The rotary uses only the dtype of the hidden states, which are judged at the layer's input.
+            # The rotary uses only the hidden states' dtype. They are judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
@@ -166,7 +159,6 @@ class Forward:
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """If the input of a layer's first operator differs from the layer's input, judge it and return True."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False
@@ -186,7 +178,6 @@ class Forward:
         return True
 
     def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
-        """Judge the computation before an operator, unless its input is the unchanged output of the previous one."""
         if bool((taken.double() == exact).all()):
             return
         heard = self._heard
@@ -217,7 +208,6 @@ class Forward:
         self._judgement.add(where, kind, of, taken, exact, bound, point)
 
     def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:
-        """Return the kind of the computation before an operator, and the layer it belongs to."""
         last = name.rpartition(".")[2]
         if last in ENDS_OF_MLP or (last in ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
             return ACTIVATION, layer

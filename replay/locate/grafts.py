@@ -1,7 +1,6 @@
-"""Compute operators of one execution (the taker) with the code of the other (the giver), on the taker's inputs.
+"""Run one execution (the taker) with operators from the other (the giver), on the taker's inputs.
 
-The operator is replaced, not its result: a result taken from the other execution would include all earlier differences,
-so the last operator would seem to cause the whole mismatch.
+Replacing results instead would carry over all earlier differences.
 """
 
 from __future__ import annotations
@@ -40,12 +39,11 @@ class Graft:
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
         self.theirs: Mapping[str, Any] = operators(giver.model)
-        """The giver's operators, called like transformers' modules."""
         self._ours = operators(taker.model)
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that can be replaced: those in both executions, and attention if rows are padded."""
+        """Return the operators that both executions have, plus attention if rows are padded."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -56,12 +54,10 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return the taker's float64 logprobs [T] by sequence, with the giver's operators, batched from `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Within the block, run the named operators of the taker with the giver's code."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -95,7 +91,7 @@ class Graft:
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype replaces it."""
+        """Return the input dtype under autocast. Autocast would keep float64, so the giver's dtype replaces it."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -114,7 +110,6 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Run the giver on one of the taker's batches, to get its attention functions and masks."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -139,31 +134,25 @@ class Graft:
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """Cast a floating-point tensor; return anything else unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         return value.to(dtype) if is_float and dtype is not None else value
 
 
 def as_given(new: Any, given: Any) -> Any:
-    """Return a result in the dtypes and shapes of the taker's own operator."""
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
 
 
 class VllmGiver(Graft):
-    """Replaces projections, norms and the embedding of a transformers model with vLLM's.
-
-    vLLM's other operators need its KV cache.
-    """
+    """Replaces a transformers model's projections, norms and embedding. vLLM's other operators need its KV cache."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """Functions that run vLLM's code on the same inputs, by transformers' name."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
@@ -186,7 +175,6 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return a function that runs a vLLM module, or one of the projections fused in it."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -219,7 +207,6 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return a graft, or None unless the taker is a transformers model that can run the giver's operators."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

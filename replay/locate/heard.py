@@ -1,9 +1,6 @@
-"""An execution's recorded values in one row's forward pass, and the bounds on their errors.
+"""Values recorded from an execution in one row's forward pass, and bounds on their errors.
 
-If an execution does not call an operator separately (because its code fuses several), the operator is not observed. Its
-possible error is then added to the bound of the next observed operator.
-
-Shapes: T tokens, H hidden width.
+If an execution fuses an operator with others, its possible error is added to the bound for the next observed operator.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative of any common activation, reached by GELU."""
+"""Maximum slope of any common activation (GELU)."""
 
 
 class Arithmetic(Protocol):
@@ -33,15 +30,15 @@ class Arithmetic(Protocol):
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention rounds scores and softmax to the dtype of its output."""
+        """True if attention rounds scores and softmax to its output dtype."""
 
     @property
     def attention_cut(self) -> float:
-        """How much of each weighted value attention may cut off, as a share of the largest weighted value."""
+        """How much attention may cut from each weighted value, relative to the largest one."""
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype that operators round to, whatever their output dtypes are; None if there is no such limit."""
+        """Coarsest dtype that operators round to, or None if unlimited."""
 
 
 class Heard:
@@ -51,25 +48,25 @@ class Heard:
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # Read only once, because both properties go through all weights.
+        # Both properties go through all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
-        """Layer inputs in float64, by layer index."""
+        """float64 inputs by layer index."""
         self.branches: list[Any] = []
-        """Outputs of attention and MLP since the last addition to the residual stream."""
+        """Attention and MLP outputs since the last residual addition."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """By (layer, kind), an unobserved operator's exact output, and a function from a dtype to its error bound."""
+        """Unobserved operators by (layer, kind): exact output, and a function from dtype to error bound."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that starts now; None if it was not observed."""
+        """Start a call. Return the recorded one, or None if it was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that ends now, and release its values unless the head needs them."""
+        """End a call. Return the recorded one, and release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -82,7 +79,7 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding for these dtypes, replacing any that is coarser than the execution's coarsest dtype."""
+        """Return the rounding for these dtypes, limited to the execution's coarsest dtype."""
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -94,7 +91,7 @@ class Heard:
         self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
     ) -> Any:  # fmt: skip
-        """Bound the error of an operator's output `given`, in its shape. `made_in` is its dtype before any cast."""
+        """Bound the error in an operator's output `given`. `made_in` is its dtype before any cast."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -103,7 +100,6 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Bound the error of an attention core's output [T, N, D]. With `turns`, include the rotary's error."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -114,11 +110,8 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Bound the error of the residual stream.
-
-        A branch may be multiplied by a factor before it is added. With several branches (parallel attention and MLP,
-        routed and shared experts), partial sums may be rounded too.
-        """
+        """Bound the error in the residual stream. Branches may be scaled, and partial sums rounded, before they are
+        added."""
         size = exact.abs()
         for branch in self.branches:
             if branch.numel() == exact.numel():
@@ -129,10 +122,7 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtype of an operator's weight in the execution, and the recorded one.
-
-        If the execution has no weight of this name, the coarsest dtype of its weights is assumed.
-        """
+        """Return an operator's weight dtype (by default the coarsest one) and the recorded one."""
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -140,10 +130,9 @@ class Heard:
         is_renamed = own is None and recorded is not None
         return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
 
-    # --- operators that were not observed -----------------------------------------------------------------------------
+    # --- unobserved operators ---------------------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an unobserved operator: its exact output, and a function from a dtype to the error bound."""
         layer = layer_of(name)
         if any(other != layer for other, _ in self.unheard):  # left over from a finished layer
             self.unheard.clear()
@@ -158,18 +147,18 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return an unobserved operator's output and the bound on its error, in the shape of `exact`; None if there is
-        no such operator, or if its output has a different size."""
+        """Return an unobserved operator's output and error bound, shaped like `exact`. None if it was observed or has a
+        different size."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound on the input of the activation or the last projection."""
+        """Return the error from unobserved projections at the activation or the last projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
-        if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation
+        if kind_of(name) not in ENDS_OF_MLP:  # the activation's input
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up = self.missed(layer, "up_proj", exact, dtype)
         both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))

@@ -1,7 +1,4 @@
-"""Compare operators with float64, and measure their errors in units of the rounding bound.
-
-Shapes: T tokens, X all other axes of a tensor, flattened.
-"""
+"""Shapes: T tokens, X all other axes in a tensor, flattened."""
 
 from __future__ import annotations
 
@@ -13,18 +10,16 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""Call name of an operator, TAKES or GIVES, and index of the tensor."""
+"""Operator call name, TAKES or GIVES, and tensor index."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions that user code may raise for dtypes, batches or environments that it does not support."""
+"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 _ORDERS = 10_000
-"""Size of the range of order numbers reserved for each layer. No layer has this many operators."""
+"""Order numbers reserved for each layer. No layer has this many operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One operator in one row's forward pass, compared with float64."""
-
     operator: str
     """Module name, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
@@ -32,38 +27,34 @@ class Judged:
     order: int
     num_values: int
     error: float
-    """RMS of the error that the operator introduced, relative to the RMS of the exact result."""
+    """RMS of the introduced error, relative to the RMS of the exact result."""
     largest: float
-    """Largest error of a token, relative to the RMS of the exact result."""
+    """Largest error in a token, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the two is finite or if a choice differs."""
+    """Largest introduced error divided by its bound. inf if only one side is finite or a choice differs."""
     token: int
-    """Index in the row (prompt and response) of the token with the largest ratio."""
+    """Token with the largest ratio (index in prompt and response)."""
     dtype: str
-    """torch's name for the output dtype."""
     point: Point | None = None
-    """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
+    """Where the operator's own error enters the forward pass. None for expert choices and the head."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """One row's forward pass in a window of layers, compared with float64."""
-
     window: Window
     operators: list[Judged] = field(default_factory=list)
     """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
-    """Error introduced at each point: found minus exact values, float32 [T, ...]."""
+    """Introduced error at each point (found minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Reasons why operators could not be judged, by operator."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. If there are any, operators outside the layers come after all layers."""
+    """Layers whose attention has run. From then on, operators outside the layers come last."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, store the error."""
+        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error at `point`."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -72,7 +63,7 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Judge integers that must be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
+        """Judge integers that must be equal, such as positions and choices. `differs` [T, ...] marks unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -93,18 +84,16 @@ class Judgement:
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
-    """Compare values [T, ...] outside the layers with exact values, given a bound for each."""
     measured = _measured(found, found.double() - exact, exact, bound)
     return Judged(operator=operator, kind=kind, layer=None, order=order, **measured)
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
-    """Return the largest ratio of error to bound in values [T, ...]."""
     return float(_measured(found, found.double() - exact, exact, bound)["ratio"])
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the value-dependent fields of `Judged`. Overwrites `off`, the float64 difference from the exact values."""
+    """Return `Judged` fields that depend on values. Overwrites `off`, the float64 error."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -5,19 +5,18 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix that names the core of an attention layer: everything from the scores to the weighted sum of the values."""
+"""Suffix for an attention core: from the scores to the weighted sum."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer index in a module's name; None if the module is in no layer."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 
 
 def kind_of(name: str) -> str:
-    """Return the last word of an operator's name (q_proj, input_layernorm), ignoring its index in a list."""
+    """Return the last word in an operator's name (q_proj, input_layernorm), ignoring list indices."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 
@@ -30,7 +29,7 @@ def core_name(attention: str) -> str:
 
 
 class CallNames:
-    """Numbers the calls of operators in one forward pass: `name`, then `name#2`, and so on."""
+    """Numbers operator calls in one forward pass: `name`, then `name#2`, and so on."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()

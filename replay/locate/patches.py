@@ -1,4 +1,4 @@
-"""Measure how much mismatch remains if one execution takes over operators or expert choices from the other.
+"""Measure the mismatch left after one execution takes over operators or expert choices from the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -34,7 +34,7 @@ def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch each execution in turn, in batches formed from `of`. `wanted` selects routers, `is_asked` operators."""
+    """Patch each execution in turn. `wanted` selects routers, and `is_asked` selects operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -70,7 +70,6 @@ def patched(
 
 
 def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
-    """Group the operators that are replaced together: each kind, then all of them."""
     kinds = dict.fromkeys(map(kind_of, names))
     of_kind = [(kind, frozenset(name for name in names if kind_of(name) == kind)) for kind in kinds]
     return [*of_kind, ("all operators", frozenset(names))]
@@ -79,10 +78,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 def _choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return the expert ids and weights, [T, L, S] each, that an execution's routers choose for `rows`, by sequence.
-
-    Batches are formed from `of`. Routers not selected by `wanted` have the ids NOT_ROUTED.
-    """
+    """Return router choices [T, L, S] by sequence. Unselected routers get NOT_ROUTED."""
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
         own = [names_of(name, module)[0] for name, module in mixtures(giver.model).items()]
@@ -122,11 +118,8 @@ def _choices(
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return the taker's [T] float64 log-probabilities by sequence, with the experts in `chosen`.
-
-    Where the taker selects the same set of experts, it keeps its own weights and order, so that only the
-    choice has an effect. Other rows in a forward pass keep the taker's own choices.
-    """
+    """Return the taker's float64 logprobs [T] by sequence, using the experts in `chosen`. Where the taker selects the
+    same experts, it keeps its own weights and order, so only the choice has an effect."""
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]
 

@@ -1,5 +1,3 @@
-"""Each operator's results over all sequences, and the first operator at which two executions diverge."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,39 +10,37 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Maximum relative error of a token, in float64, at which a side's code is treated as equivalent to the recorded
-model's. Code that uses float32 internally stays below it."""
-_UNDONE = "differs from the recorded model's code, but without effect: in float64 it gives the same log-probabilities"
+"""Maximum relative float64 error in a token for code that counts as equivalent to the recorded model's. Code that uses
+float32 internally stays below it."""
+_UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
-"""If more than this share of its elements differ, a tensor is treated as a different one, else as a modified one."""
+"""If more than this fraction of elements differ, a tensor counts as a different one rather than modified."""
 
 Apart = tuple[float, float]
-"""Two sums of squares: of the executions' difference, and of execution a's values. NaN if they cannot be compared."""
+"""Squared norms of the difference between executions and of execution a. NaN if not comparable."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Results by operator, each with the sequence it was judged on."""
+"""Results by operator, each with its sequence."""
 
 
 @dataclass(slots=True)
 class Pooled:
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Results for a side's code in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """For each side, true if its code gives the same log-probabilities as the recorded model, both in float64."""
+    """For each side, true if its code matches the recorded model in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
-    """[T] log-probabilities of the response by side and sequence, in nats."""
+    """Response log-probabilities [T] by side and sequence (nats)."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
-    """As in `Located.products`. A residual stream is judged in two places, whose errors are added up."""
+    """As in `Located.products`. A residual stream is judged in two places, and their errors add up."""
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
-    """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """`product` is what the error contributes to the sum of d^2, in nats^2."""
+        """`product` is the error's contribution to sum d^2 (nats^2)."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
@@ -60,7 +56,7 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences. Operators that were judged only in float64 come last."""
+        """Yield each operator's error over all sequences. Operators judged only in float64 come last."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
@@ -73,7 +69,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A layer's residual stream is judged in two places. Its order is that of the place with the error.
+        # A layer's residual stream is judged in two places. The order comes from the place with the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -96,10 +92,9 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator, in forward order, whose result rounding cannot explain; None if there is none.
+    """Return the first operator not explained by rounding, or None.
 
-    If a side's code gives the recorded model's log-probabilities in float64, intermediate results that differ have no
-    effect. They are noted in `pooled.unjudged` and otherwise ignored.
+    Differences that do not affect float64 log-probabilities are noted in `pooled.unjudged`.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

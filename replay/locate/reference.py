@@ -1,9 +1,4 @@
-"""The recorded model in float64, which checks each operator of an execution on the execution's own inputs.
-
-It runs a row with the values before and after each operator replaced by the execution's (module `forward`). Each
-operator, and each computation between two operators, thus starts from the execution's own values, so that its error
-does not include earlier ones.
-"""
+"""The recorded model in float64. Checks each operator on the execution's own inputs, to exclude earlier errors."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ from .windows import EVERY_LAYER, Window
 
 class Reference:
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` belong to the recorded weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -50,10 +45,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators of a row's forward pass. Afterwards, `taps` holds only the head's values.
-
-        `first_position` is the position of the row's first token.
-        """
+        """Judge the operators in a row's forward pass. Afterwards, `taps` holds only the head's values."""
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -65,13 +57,10 @@ class Reference:
         self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
         windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:  # fmt: skip
-        """Return, to first order, what each error contributes to sum(weights_T * logprobs) of a row's response: error
-        times gradient.
+        """Return each error's first-order contribution to sum(weights_T * logprobs): error times gradient.
 
-        This takes one forward and one backward pass of the float64 model. `errors_of` returns the errors of some
-        executions in a window of layers. It is called from the last window to the first, and only one window's errors
-        are kept. Each error is multiplied by its gradient as soon as that exists, and then released. Values inside a
-        layer exist for one layer at a time, since layers are recomputed in the backward pass.
+        This takes one float64 forward and backward pass. `errors_of` returns the executions' errors in a layer window.
+        It is called from the last window to the first, and only one window's errors are kept.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
@@ -92,7 +81,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within the block, layers keep only their inputs, and recompute the rest when the backward pass needs it."""
+        """Within the block, layers keep only their inputs and recompute the rest in the backward pass."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -104,7 +93,7 @@ class Reference:
 
     @contextmanager
     def _running(self, window: Window) -> Iterator[None]:
-        """Within the block, layers that a window does not need return their input unchanged."""
+        """Within the block, layers outside the window return their input unchanged."""
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
@@ -113,7 +102,6 @@ class Reference:
             yield
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
-        """Return the log-probabilities of a row's response, [T] float64."""
         with torch.no_grad(), KeepDouble():
             return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
@@ -125,7 +113,6 @@ class Reference:
         return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
 
     def _hidden(self, row: RecordedRow, first_position: int) -> Any:
-        """Return the hidden states [1, T, H] of prompt and response."""
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
         device = next(self.model.parameters()).device
         positions = first_position + torch.arange(len(ids), device=device)
@@ -136,7 +123,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies each error by the gradient at the same point, as soon as the backward pass gets there."""
+    """Multiplies each error by its gradient during the backward pass."""
 
     def __init__(
         self,
@@ -152,7 +139,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True in the backward pass. Layers that it recomputes are not observed again."""
+        """True in the backward pass. Recomputed layers are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)
@@ -198,7 +185,6 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """Return the dot product of two tensors, leaving out products that are not finite."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

@@ -1,5 +1,4 @@
-"""Choose sequences, run each in both executions, judge the operators, and compute how much each operator's error
-contributes to the mismatch.
+"""Choose sequences, judge their operators, and compute each error's contribution to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
@@ -33,11 +32,10 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds of operators after the head. `logits` is a scale or cap that user code applies to the head's result."""
+"""Operator kinds after the head. `logits` is a scale or cap that user code applies to its result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with what its error contributes to the log-probabilities, [T] nats."""
+"""Operators after the last hidden states and the contribution of each error to the log-probabilities [T] (nats)."""
 _LAST = 1 << 40
-"""Order of the head, which comes after every operator in a layer."""
 RANDOM = "random"
 _SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
@@ -45,18 +43,15 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The chosen sequences of a step: at least one, all of the same policy version."""
-
     rows: tuple[RecordedRow, ...]
     how: str
     """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group of each sequence, or its own id if it has no group."""
+    """Prompt group by sequence (its own id if it has no group)."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Return the sequences selected by text such as `8`, `random:8`, or ids. Raises InvalidOption, and CannotReplay if
-    the step has no scored sequence."""
+    """Select sequences by text such as `8`, `random:8`, or ids. Raises InvalidOption, CannotReplay."""
     usable = [row for row in rows if row.scored.any()]
     if not usable:
         raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
@@ -87,7 +82,6 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Return mean |train - rollout| by sequence, in nats; empty unless the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
@@ -102,24 +96,21 @@ def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict
 
 
 class SequenceJudge:
-    """Judges the operators on one sequence, one window of layers at a time."""
-
     def __init__(
         self, row: RecordedRow, executions: Mapping[str, AnyExecution], reference: Reference,
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
-        """`heard` holds both executions' values in the last window; `listen` returns those in another window."""
+        """`heard` holds both executions' values in the last window. `listen` returns those in another."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """How much the two executions differ, by operator: in its inputs, and in its outputs."""
+        """How much the executions differ by operator: in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
-        """Add the sequence's results to `pooled`, for operators selected by `is_asked`."""
         row, pooled = self._row, self._pooled
         d_T = np.where(row.scored, pooled.logprobs[B][row.seq_id] - pooled.logprobs[A][row.seq_id], 0.0)
         for position in sorted(set(self._positions.values())):
@@ -131,7 +122,7 @@ class SequenceJudge:
                     products = self._reference.carried(
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
-                except OF_CODE as error:  # e.g. code without a derivative
+                except OF_CODE as error:  # e.g. it has no derivative
                     pooled.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
@@ -147,7 +138,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, head last, each with what its error adds to sum(d * logprobs)."""
+        """Yield a side's operators in order and the contribution of each error to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -155,7 +146,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge one window of layers for these sides, and return the errors that each side introduced."""
+        """Judge one layer window for these sides, and return the errors introduced by each."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -174,7 +165,6 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how much the executions differ in each operator's inputs and outputs, and in their choice of experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -194,7 +184,6 @@ def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
 
 
 def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
-    """If this is a router, yield how many tokens get different experts in the two executions."""
     for a, b in zip(ours, theirs, strict=False):
         if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
             flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
@@ -208,7 +197,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin (lowest chosen score minus highest other score) among tokens whose experts differ."""
+    """Return the largest margin (lowest chosen minus highest other score) among tokens with different experts."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -221,12 +210,12 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states: as a single one if the projection is not called separately."""
+    """Judge the operators after the last hidden states. They count as one if the projection is fused."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
         return []
-    hidden = last.gives[0]  # [T, H] output of the last operator before the head, for prompt and response
+    hidden = last.gives[0]  # [T, H] last output before the head, for prompt and response
     before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
     numerics, model = execution.numerics, reference.model
     ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
@@ -247,8 +236,7 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # Logits of a padded vocabulary are dropped, so any effect that they have is attributed to the log-softmax.
-            # Missing logits become NaN.
+            # Padding logits are dropped, so their effect is attributed to the log-softmax. Missing logits become NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )

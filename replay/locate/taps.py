@@ -1,7 +1,6 @@
-"""Record the inputs and outputs of operators in a forward pass, for some of its rows.
+"""Record some rows' operator inputs and outputs in a forward pass.
 
-Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, G key-value
-heads, D head width.
+Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, D head width.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Number of recent tensors to compare a new one with, so that no tensor is recorded twice."""
+"""How many recent tensors to compare a new one with, to avoid duplicate recordings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...]; None for one without a token axis."""
+    """One operator call for one row: input and output tensors [T, ...], or None without a token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has their rounded sum, but the exact sum may be used."""
+    """True if the operator adds two inputs first. `takes` has their rounded sum, but the exact one may be used."""
     is_other_code: bool = False
     """True if the operator does not run the recorded model's code. Its code may round at each step."""
 
@@ -40,14 +39,14 @@ class Call:
 @dataclass(slots=True)
 class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
-    """By operator, in execution order."""
+    """In execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer inputs [T, H] by layer index; absent if the layer is not called as a module."""
+    """Layer inputs [T, H] by layer index. Absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first_position(self) -> int:
-        """Position id of the row's first token; above 0 if left padding shifts it."""
+        """Position id at the row's start. Above 0 if left padding shifts it."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -57,16 +56,13 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
-    """Return the [T] indices of each row's prompt and response tokens among the concatenated rows of a forward pass."""
+    """Return each row's token indices [T] among the concatenated rows."""
     return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's operators by name: modules that compute and contain no other module.
-
-    All experts of a mixture are one operator, and so is a projection with its adapters. `also` contains operators of
-    another model. Modules with these names are operators, whatever modules they contain.
-    """
+    """Return modules that compute and contain no other module, or are named in `also`. A mixture's experts are one
+    operator, and so is a projection with its adapters."""
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -82,19 +78,17 @@ def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def are_experts(module: Any) -> bool:
-    """Return True if a module holds the weights of all experts in a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
 
 def _is_router(module: Any) -> bool:
-    """Return True if a module computes one logit per expert with its own weight and selects experts by these logits."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return the modules that sum all experts of a mixture, shared expert included."""
+    """Return modules that sum all experts in a mixture, including the shared expert."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -103,10 +97,8 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] of a forward pass's tensor; None if the tensor has no token axis.
-
-    The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
-    """
+    """Return a row's part [T, ...] in [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token
+    axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -119,14 +111,14 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
 
-    # The output of a norm over each head's queries.
+    # From a norm over each head's queries.
     if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
 
 
 def is_heads_first(template: Any, value_T: Any) -> bool:
-    """Return True if a tensor in a single-row forward pass is [1, N, T, D] and the row's tensor is [T, N, D]."""
+    """Return True if a single-row tensor is [1, N, T, D] and the row's own is [T, N, D]."""
     return (
         template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
         and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
@@ -134,14 +126,14 @@ def is_heads_first(template: Any, value_T: Any) -> bool:
 
 
 def tokens_first(template: Any, value_T: Any) -> Any:
-    """Return a tensor from a single-row forward pass in the shape of the row's tensor, [T, ...]."""
+    """Return a single-row tensor in the row's own shape, [T, ...]."""
     if is_heads_first(template, value_T):
         template = template.transpose(1, 2)
     return template.reshape(value_T.shape)
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Shape a row's tensor [T, ...] like `template`, a tensor from a forward pass over that row alone, and cast it."""
+    """Shape and cast a row's tensor [T, ...] like `template` (from a single-row forward pass)."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -149,18 +141,18 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor to use in place of `value`; None if there is none of this size."""
+    """Return the execution's tensor to use instead of `value`, or None if no size matches."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors in a call's arguments, including nested ones. Keyword arguments come last, sorted by name."""
+    """Return all tensors in a call's arguments, even nested. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """Return the tensors in a result, in order, even if nested in tuples, lists, dicts or dataclasses."""
+    """Return all tensors in a result, even nested in tuples, lists, dicts or dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]
@@ -169,7 +161,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the tensors in a call's arguments with `new`, in the order of `tensors_of`."""
+    """Replace the tensors returned by `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -177,14 +169,14 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Iterable[Any]) -> Any:
-    """Replace the tensors in a result with `new`, in the order of `outputs_of`."""
+    """Replace the tensors returned by `outputs_of`."""
     rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)
     if not (parts := _parts(value)):
         return value
     new = [with_outputs(part, rest) for part in parts]
-    if isinstance(value, dict):  # including transformers' ModelOutput, whose items are also attributes
+    if isinstance(value, dict):  # in transformers' ModelOutput, items are also attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part
@@ -208,12 +200,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called as (module, original, args, kwargs) in place of an attention function."""
+"""Called as (module, original, args, kwargs) instead of an attention function."""
 
 
 @contextmanager
 def attention_around(around: Around) -> Iterator[None]:
-    """Within the block, call every attention function of transformers through `around`."""
+    """Within the block, call transformers' attention functions through `around`."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -234,11 +226,8 @@ def attention_around(around: Around) -> Iterator[None]:
 def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each module's
-    call.
-
-    As with torch's hooks, what `before` returns replaces the arguments, and what `after` returns replaces the result.
-    """
+    """Hook each module: `before(name, module, args, kwargs)`, `after(name, module, args, kwargs, given)`. As in torch,
+    their results replace the arguments and the result."""
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:
@@ -254,7 +243,6 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 class Taps:
     def __init__(self, model: Any, wanted: Callable[[str], bool], recorded: Mapping[str, Any]):
-        """`wanted` selects operators by name. `recorded` are the operators of the recorded model."""
         self._device = next(model.parameters()).device
         every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
@@ -264,7 +252,6 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators whose code here differs from that of the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -273,13 +260,13 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward pass. `chosen` maps row indices to the objects that record the rows' values."""
+        """Observe one forward pass. `chosen` maps row indices to the taps to fill."""
         self._chosen, self._shape = chosen, batch.tokens_BW.shape
         self._places = places(batch, chosen, self._device)
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs of running operators by operator and row, recorded before they can be changed in place."""
+        """Inputs to running operators by row, recorded before they can be changed in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
@@ -289,7 +276,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor. A tensor that several operators return or take is copied only once."""
+        """Return a row's part. Tensors that several operators return or take are copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:
@@ -337,7 +324,6 @@ class Taps:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """Return the names of attention layers: modules with a query projection or a fused one."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name

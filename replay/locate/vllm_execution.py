@@ -1,10 +1,9 @@
-"""vLLM as one of the two executions: its own model, observed under transformers' names.
+"""vLLM as one of the two executions, observed under transformers' names.
 
-vLLM packs tokens of several sequences into one forward pass, without padding. A sequence's tokens arrive in one pass,
-in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
+A sequence's tokens may arrive at once, chunk by chunk, or one by one, and are joined in order. Fused projections are
+split.
 
-Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
-width.
+Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that vLLM runs after the forward pass, and only for response tokens."""
+"""Modules that run after the forward pass, only for response tokens."""
 _FUSED = ("act_fn",)
-"""Modules that vLLM fuses with other code. Their outputs are observed as inputs of the next operator."""
+"""Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, the slice of a forward pass with some of its tokens, and the index in the sequence of the first one."""
+"""A sequence, a slice of the forward pass, and the position of its first token."""
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: no compilation, CUDA graphs or prefix cache."""
+    """A vLLM engine with one step's weights. Runs eagerly without compilation, CUDA graphs or prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -59,7 +58,7 @@ class VllmExecution:
     ):
         check_heard(arm)
         if run.model_factory is not None:
-            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit the model factory of this side")
+            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit this side's model factory")
         if has_experts(run.model["config"]):
             check_mixture(run.model, arm.name)
         self.arm, self.run = arm, run
@@ -83,11 +82,10 @@ class VllmExecution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by transformers' parameter name, without the experts of a mixture."""
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
-        """Yield the engine's weights under transformers' names, with fused weights split and padding removed."""
+        """Yield the weights under transformers' names. Fused weights are split and padding is removed."""
         model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())
@@ -110,8 +108,6 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return [T] float64 log-probabilities of `rows` by sequence, scored in the batches that the engine forms from
-        `of`, and the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
@@ -119,7 +115,7 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
-        # A decode samples the last token but does not run it through the model, so one more token is added.
+        # A decode samples the last token without running it through the model, so one more is added.
         asked = list(rows)
         if self._scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
@@ -140,26 +136,22 @@ AnyExecution = Execution | VllmExecution
 
 
 class _EngineNumerics(NamedTuple):
-    """Precision of vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
+    """Precision in vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
 
     temperature: float
     projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
-    """A scorer whose vLLM engine runs every operator separately, on every token."""
-
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
 
 
 class _Batch:
-    """Finds the tokens of each sequence in vLLM's next forward pass."""
-
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Sequences whose requests vLLM has not started yet, by their token ids."""
+        """Sequences not yet started in vLLM (by token ids)."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -192,10 +184,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """For each vLLM module, return the operators that transformers has in its place.
-
-    Raises CannotReplay for a module that corresponds to no operator.
-    """
+    """Map each vLLM module to the transformers operators in its place. Raises CannotReplay if there are none."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -215,25 +204,23 @@ def names(model: Any) -> dict[str, list[str]]:
             found[name] = [f"model.{_ROTARY}"]
         elif last in packed and hasattr(module, "output_partition_sizes"):
             found[name] = [f"{layer}.{each}" for each in packed[last]]
-        elif any(True for _ in module.parameters(recurse=False)):  # transformers has a module with these weights
+        elif any(True for _ in module.parameters(recurse=False)):  # transformers has the same module
             found[name] = [name]
         elif not any(True for _ in module.children()):
             raise CannotReplay(
                 f"engine vllm: {name} ({type(module).__name__}) has no known counterpart in transformers; "
-                f"compare arms of {option('engine', 'hf')}"
+                f"compare arms with {option('engine', 'hf')}"
             )
     return found
 
 
 class _EngineTaps:
-    """Records the inputs and outputs of vLLM's operators, by sequence and in token order."""
-
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self.spans: list[Span] = []
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Calls by sequence and operator, each with the index in the sequence of its first token."""
+        """Calls by sequence and operator, each with the position of its first token."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -295,7 +282,7 @@ class _EngineTaps:
         is_kept = not self.spans or any(
             first == place for seq_id, _, first in self.spans for place, _ in self._pieces[seq_id][rotary]
         )
-        if not is_kept:  # vLLM has a single rotary module for all layers
+        if not is_kept:  # all layers share one rotary module
             self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
 
     def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
@@ -304,14 +291,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that first adds its input to the residual stream also returns the sum
+            taken = outputs[1]  # a norm that adds the residual first also returns the sum
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again are included once."""
+    """Join consecutive calls for a sequence. Tokens that vLLM dropped and recomputed are included once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

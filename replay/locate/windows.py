@@ -1,5 +1,3 @@
-"""Split sequences and layers so that recorded operator values fit into memory."""
-
 from __future__ import annotations
 
 import math
@@ -24,24 +22,20 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A range of layers whose operator values are in memory at the same time."""
+    """Layers whose operator values are in memory at the same time."""
 
     first: int | None = None
-    """Index of the first layer; None if the window contains all layers."""
+    """First layer, or None for all layers."""
     last: int | None = None
     is_first: bool = True
-    """True if operators that run before all layers belong to the window."""
     is_last: bool = True
-    """True if operators that run after all layers belong to the window."""
 
     def has(self, layer: int) -> bool:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values.
-
-        It also needs the norms of the layer after it, since they take the output of its last layer.
-        """
+        """Return True if the window needs an operator's values. Includes the next layer's norms, since they take its
+        last output."""
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))
@@ -60,11 +54,7 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Yield groups of sequences that fit into memory together, each with the windows of layers to process in turn.
-
-    Sequences that share a forward pass stay together where possible. `num_bytes` is the memory per token. There is only
-    one window, unless a single sequence does not fit.
-    """
+    """Yield groups of sequences that fit into memory together, each with its layer windows."""
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
 
     def size(part: Sequence[RecordedRow]) -> int:
@@ -84,7 +74,6 @@ def parts(
 
 
 def bytes_per_token(model: Any) -> int:
-    """Estimate the bytes per token of all operator inputs and outputs."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -93,7 +82,6 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory of a device; _UNKNOWN_FREE if the system does not report it."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

@@ -30,8 +30,8 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
     ("text", "message"),
     [
         ("dtype=fp8", "dtype: got 'fp8'; use fp64"),
-        ("speed=9", "write changes as name=value"),
-        ("batch-size", "write changes as name=value"),
+        ("speed=9", "write comma-separated name=value changes"),
+        ("batch-size", "write comma-separated name=value changes"),
         ("batch-size=two", "batch-size cannot be 'two'"),
         ("batch-size=0", "give 1 or more"),
         ("mode=chunked:0", "use prefill, decode, chunked:N"),

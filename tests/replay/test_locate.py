@@ -595,7 +595,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     [
         ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; use one of these kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
-        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated parts of names"),
+        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated name parts"),
         ({"against": "mode=decode"}, CannotReplay, "omit mode decode"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),

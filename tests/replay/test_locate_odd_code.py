@@ -147,7 +147,7 @@ def test_an_operator_that_takes_more_than_the_recorded_one_is_named_and_passed_o
     found = located(trace, takes_a_list)
     assert found.first is None
     assert found.unjudged == {
-        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but in the recorded model it takes 1" for layer in range(3)
+        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but 1 in the recorded model" for layer in range(3)
     }  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def test_other_modules_that_compute_the_same_are_no_fault(traces, name, plant, d
 def test_what_is_undone_further_on_is_told(trace):
     found = located(trace, scale_in_a_projection)
     assert found.first is None
-    assert "without effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
+    assert "has no effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
     assert {each.tensor for each in found.weights} == {
         f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)
     }

@@ -93,7 +93,7 @@ def test_a_file_inside_of_the_trace_is_not_run(tmp_path, monkeypatch, verb):
     ],
 )  # fmt: skip
 def test_only_a_language_model_that_transformers_lists_is_built(name):
-    with pytest.raises(CannotReplay, match="not a language model of the installed transformers") as caught:
+    with pytest.raises(CannotReplay, match="not a language model in the installed transformers") as caught:
         trusted.model_class(name)
     assert str(caught.value).isprintable()
 
@@ -238,11 +238,11 @@ def test_triangulate_and_gradient_say_that_other_code_ran(tmp_path):
 @pytest.mark.parametrize(
     ("contract", "told"),
     [
-        ({"model": {"dtypes": {"load": 1}}}, "the dtype 'load'"),
+        ({"model": {"dtypes": {"load": 1}}}, "dtype 'load'"),
         ({"model": {"dtypes": {}}}, "dtypes"),
         ({"model": {"dtypes": [1]}}, "dtypes"),
         ({"model": "x"}, "dtypes"),
-        ({"torch": {"autocast_dtype": "torch.save"}}, "the dtype 'save'"),
+        ({"torch": {"autocast_dtype": "torch.save"}}, "dtype 'save'"),
         ({"torch": {"num_threads": 10**9}}, "num_threads"),
         ({"torch": {"num_threads": "2"}}, "num_threads"),
         ({"torch": {"float32_matmul_precision": "x"}}, "float32_matmul_precision"),

@@ -1,1 +1,1 @@
-"""A forward pass whose bits depend only on a token and its context: the zero-mismatch baseline."""
+"""Forward pass whose bits depend only on a token and its context (the zero-mismatch baseline)."""

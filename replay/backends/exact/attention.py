@@ -1,10 +1,9 @@
-"""Attention over a KV cache, whose results do not depend on keys that a query does not see.
+"""Attention over a KV cache. Results do not depend on keys that a query does not see.
 
-An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys that it sees, and the
-scale of a key or value only on its token, so prefill, chunks and decode slice the same numbers in the same way.
+Unseen keys weigh exactly 0, and scales do not depend on them, so prefill, chunks and decode slice the same numbers.
 
-Shapes: B rows, W width of the cache, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G
-= A / N query heads per key head, D head width.
+Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
+N query heads per key head, D head width.
 """
 
 from __future__ import annotations
@@ -18,26 +17,21 @@ from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Maximum context length, in tokens. Sums over more keys might not be exact."""
+"""Maximum context length (tokens). Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores in memory at a time, by device, unless a single query has more. This many fit into
-a CPU's cache. On a GPU, they take 256 MB, plus six to eight times as much for intermediate results, and keep it busy
-with few launches."""
+"""Maximum number of attention scores to hold in memory at once. On CPU, this many fit into the cache. On GPU, they take
+256 MB, plus six to eight times as much for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     keys_BTS: Any
-    """bool: true if the query sees the key."""
     first_T: list[int]
     last_T: list[int]
-    """`first_T` and `last_T`: indices of the first and last key that each query sees in any row. On the host, copied
-    once per forward pass."""
+    """First and last key that each query sees in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:
-    """One layer's sliced keys and values."""
-
     def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
         self._count = precision.slices
         self._key_bits, self._value_bits = bits_for(head_width, self._count), bits_for(MOST_KEYS, self._count)
@@ -48,7 +42,7 @@ class KeyValueCache:
         self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
-        """True for tokens whose value vector is not finite. Only queries that see such a token give NaN."""
+        """True for tokens with a non-finite value vector. Only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
         new = slice(start, start + keys_BNTD.shape[2])
@@ -62,7 +56,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values a query sees, weighted by e**(scaling * query @ key)."""
+        """Return attention [B, A, T, D] float64."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
@@ -70,7 +64,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys before the first and after the last one that the block sees.
+            # Skip keys that the block does not see.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]
@@ -91,6 +85,6 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        # A product of zeros and ones, since branching would synchronise with the device.
+        # A 0/1 product, since branching would synchronise with the device.
         lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
         return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

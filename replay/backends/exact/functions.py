@@ -1,8 +1,7 @@
-"""Rounding, exp, log, sine and cosine, built only from correctly rounded float64 operations.
+"""Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
 
-torch's own functions differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the
-results of +, -, *, /, sqrt and rounding to an integer, so functions built from these give the same bits everywhere in a
-tensor, in every batch and on every device. Each step is a separate torch operation, since fusing may skip a rounding.
+torch's own functions differ between a tensor's body and its tail, and between CPU and GPU. IEEE 754 operations do not.
+Each step is a separate torch operation, since fusing may skip a rounding.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
-# ln 2 and pi / 2 as sums. The first parts have 33 bits, so that their product with an integer below 2**20 is exact
+# ln 2 and pi / 2 as sums. The first parts have 33 bits, so multiplying by an integer below 2**20 is exact
 # (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 _LEAST, _MOST = -708.0, 709.0
-"""Range in which exp is a normal float64."""
+"""Range where exp is a normal float64."""
 _EXP = tuple(1 / math.factorial(order) for order in range(14))
 _SINE = tuple((-1) ** order / math.factorial(2 * order + 1) for order in range(9))
 _COSINE = tuple((-1) ** order / math.factorial(2 * order) for order in range(10))
@@ -27,7 +26,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x of a float64 tensor, with a relative error of about 1e-16; 0 for x < -708, e**709 for x > 709."""
+    """Return e**x in float64 (relative error around 1e-16). 0 for x < -708, e**709 for x > 709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -36,10 +35,8 @@ def exp(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Return the natural logarithm of positive normal float64 numbers, with a relative error of about 2e-16.
-
-    With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
-    """
+    """Return the natural logarithm for positive normal float64 numbers (relative error around 2e-16)."""
+    # With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
     exponent = (x.view(torch.int64) >> 52) - 1023
     mantissa = x * power_of_two(-exponent)
     upper = mantissa > math.sqrt(2)
@@ -51,7 +48,7 @@ def log(x: Any) -> Any:
 
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
-    """Return cosine and sine of float64 angles from 0 to a million radians, with an error of about 2e-16."""
+    """Return cosine and sine for float64 angles from 0 to a million radians (error around 2e-16)."""
     turns = (x * (2 / math.pi)).round_()
     rest = x - turns * _HALF_PI[0]
     for part in _HALF_PI[1:]:
@@ -72,7 +69,6 @@ def silu(x: Any) -> Any:
 
 
 def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Evaluate a polynomial by Horner's rule; coefficients start with the lowest order."""
     result = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result.mul_(x).add_(coefficient)
@@ -80,40 +76,36 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def power_of_two(exponent: Any) -> Any:
-    """Return 2**exponent as float64, for int64 exponents from -1022 to 1023."""
+    """Return 2**exponent in float64 for int64 exponents from -1022 to 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. With a Python number as divisor, a GPU would multiply by the reciprocal."""
+    """Return x / number, rounded once. For a Python number, a GPU would multiply by the reciprocal."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Rounds numbers that are kept in float64 tensors to `dtype` wherever the transformers model would round."""
+    """Rounds numbers in float64 tensors to `dtype` wherever the transformers model would round."""
 
     dtype: Any
 
     @property
     def slices(self) -> int:
-        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51.
-
-        With three, the sums of an fp64 replay are as accurate as float64 sums.
-        """
+        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
-        """Round to the dtype in which transformers computes norms, routing and logits: float64 for a float64 model,
-        else float32."""
+        """Round to transformers' dtype for norms, routing and logits: float64 for a float64 model, else float32."""
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """Round a float64 tensor to `dtype` through float32, so that CPU and GPU round in the same way."""
+    """Round a float64 tensor through float32, so that CPU and GPU round the same way."""
     if dtype == torch.float64:
         return x
     single = x.to(torch.float32)

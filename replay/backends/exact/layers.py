@@ -1,8 +1,5 @@
-"""The layers of a decoder, apart from attention: linear, norm, rotary embedding, experts, head.
-
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width, C
-tokens per chunk, V vocabulary.
-"""
+"""Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width, C
+tokens per chunk, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,16 +12,12 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Maximum number of tokens per matrix product, to limit memory use."""
 CHUNK_BYTES = 128 << 20
-"""Limit on the bytes of float64 logits in memory at a time."""
+"""Maximum bytes of float64 logits to hold in memory at once."""
 
 
 class Linear:
-    """Linear layer whose weight is sliced only once."""
-
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """The result is rounded to `output_dtype`; None for the dtype of the activations."""
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -61,7 +54,7 @@ class Rotary:
         self._precision = precision
 
     def table(self, positions: Any) -> tuple[Any, Any]:
-        """Return cosines and sines [..., D] of positions [...], computed in float32 as in transformers."""
+        """Return cosines and sines [..., D] for positions [...]. Computed in float32 as in transformers."""
         angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
         tables = []
         for values in cosine_and_sine(angles):
@@ -76,8 +69,6 @@ class Rotary:
 
 
 class Mlp:
-    """Gated feed-forward layer with SiLU."""
-
     def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
         self.act_fn: Callable[[Any], Any] = lambda x: precision.round(silu(x))
@@ -88,10 +79,10 @@ class Mlp:
 
 
 class Router:
-    """Selects the J most probable experts for each token; ties go to the lower index."""
+    """Selects the J most probable experts for each token. Ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J. With `normalised`, the J weights of a token sum to 1."""
+        """`chosen` is J. With `normalised`, a token's J weights sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
@@ -114,11 +105,11 @@ class Experts:
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return [M, H]: each token's weighted expert outputs, added in order of expert index."""
+        """Return weighted expert outputs [M, H], added in expert order."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # The only copy from the device in this layer: where each expert's tokens end.
+        # This layer's only copy from the device: where each expert's tokens end.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -139,17 +130,15 @@ class Mixture:
 
 
 class ExactHead:
-    """Projection to the vocabulary, sliced only once, followed by a log-softmax."""
-
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """Logits are first rounded to `projection_dtype`; None for the dtype of the activations."""
+        """Logits are first rounded to `projection_dtype` (default: the activations' dtype)."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))
         self._precision, self._temperature = precision, temperature
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
-        """Return the log-probabilities [M], in nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
+        """Return log-probabilities [M] for `ids_M`: float32 nats, or float64 for a float64 model."""
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
         parts = [hidden_MH.new_zeros(0)]
         for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):

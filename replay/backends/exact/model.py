@@ -1,8 +1,5 @@
-"""A decoder of exact layers with the weights of a transformers model.
-
-Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T, A
-heads, D head width.
-"""
+"""Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T,
+A heads, D head width."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check(identity: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if this engine cannot run the model. `identity` is its recorded description."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
@@ -32,7 +28,7 @@ def check(identity: Mapping[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(
-            f"engine exact: activation {config['hidden_act']!r} is not supported, only silu is; use "
+            f"engine exact: activation {config['hidden_act']!r} is not supported (only silu is); use "
             f"{option('engine', 'hf')}"
         )
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -40,19 +36,17 @@ def check(identity: Mapping[str, Any]) -> None:
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
             f"engine exact: rotary embedding {kind!r} is not supported, because its angles depend on the sequence "
-            "length or it covers only part of a head; supported are default, linear, llama3 and yarn over the whole head; use "
+            "length or it covers only part of a head; use default, linear, llama3 or yarn over the whole head, or "
             f"{option('engine', 'hf')}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator that can be observed or replaced while the model runs."""
-
     owner: Any
     attribute: str
     is_heads_first: bool = False
-    """True if inputs and outputs are [B, heads, T, D]; else tokens come first: [M, ...] or [B, T, ...]."""
+    """True for tensors [B, heads, T, D]. Otherwise tokens come first: [M, ...] or [B, T, ...]."""
 
 
 class Core:
@@ -60,14 +54,13 @@ class Core:
         self._scaling, self._precision = scaling, precision
 
     def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen: Seen) -> Any:
-        """Add the tokens' keys and values to the cache, and return the attention output [B, A, T, D]."""
+        """Add the keys and values to the cache, and return the attention output [B, A, T, D]."""
         cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
 
 class ExactModel:
     def __init__(self, held: Any):
-        """`held` is the transformers model that holds the weights."""
         self.held = held
         self.config = held.config
         self._layers: list[SimpleNamespace] = []
@@ -82,7 +75,6 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights, since new weights have been loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
@@ -95,7 +87,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Return the operators under transformers' names; `<attention>.attention` is the attention core."""
+        """Return the operators under transformers' names. `<attention>.attention` is the attention core."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -115,14 +107,13 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return a head that first rounds logits to `dtype`; None for the dtype of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
         return self._heads[key]
 
     def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
-        """Return one empty cache per layer. Raises CannotReplay if sums over `width` tokens would not be exact."""
+        """Return one empty cache per layer. Raises CannotReplay if `width` is too large for exact sums."""
         if width > MOST_KEYS:
             raise CannotReplay(
                 f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "
@@ -136,11 +127,8 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return the hidden states [B, T, H] float64 for the last T of S tokens; the caches must hold all earlier
-        tokens.
-
-        `rows_BS` numbers the rows, which do not attend to each other; 0 is padding.
-        """
+        """Return hidden states [B, T, H] for the last T tokens. Tokens attend within their row number in `rows_BS` (0
+        is padding)."""
         self.prepare()
         B, T = ids_BT.shape
         start = rows_BS.shape[1] - T
@@ -168,7 +156,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return what each of the last tokens sees, by sliding window size, with a single copy to the host."""
+    """Return what each query sees, keyed by sliding window size. Copies to the host only once."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -177,13 +165,13 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return a [B, T, S] mask: true where a token sees a key, its own or an earlier one in its row and window."""
+    """Return a mask [B, T, S]: true for keys in the same row and window up to the token itself."""
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
-    # Padding must see at least one key, although its result is not used.
+    # Padding must see at least one key, although its result is unused.
     return seen_BTS | (place_S == place_T1)
 
 

@@ -1,7 +1,4 @@
-"""Score with exact layers: prefill, packed, or through the KV cache, always with the same bits.
-
-Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width.
-"""
+"""Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width."""
 
 from __future__ import annotations
 
@@ -25,17 +22,13 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Gives a token the same bits for any batch, padding, chunking and number of threads.
-
-    Positions count only a row's own tokens, so padding does not shift them.
-    """
+    """Gives a token the same bits for any batch, padding, chunking and thread count."""
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
 
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` is the number of response tokens per forward pass through the KV cache; None for one pass."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
@@ -53,7 +46,7 @@ class ExactScorer(BatchScorer):
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids, positions within the row, and row numbers (0 for padding) of a forward pass, [B, W] each."""
+    """Return ids, positions within the row, and row numbers (0 for padding), each [B, W]."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
         return batch.ids_BW, batch.positions_W[None], rows_W[None]
@@ -72,7 +65,7 @@ class ExactArmScorer(HfScorer):
         autocast = self.numerics.autocast
         if autocast is not None:
             raise CannotReplay(
-                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, "
+                f"engine exact: the recorded pass used autocast to {autocast} over {self.numerics.dtype} weights, "
                 f"but this engine computes in one dtype; add {option('dtype', 'bf16')}, fp16, fp32 or fp64"
             )
 
@@ -82,7 +75,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, because exact layers have no adapters; None for a model without adapters."""
+        """`off` or `merged`, or None for a model without adapters. Exact layers have none."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

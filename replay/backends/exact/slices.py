@@ -1,12 +1,9 @@
-"""Exact products and sums, whose results do not depend on the order of summation.
+"""Exact products and sums that do not depend on summation order.
 
-A vector is cut into slices of a few bits, stored as integers in float64. Products of such integers, and all their
-partial sums, are integers below 2**53, which float64 represents exactly: a BLAS may add them in any order, with any
-number of threads, on any device, and gets the same bits. The few sums of slices are then added in a fixed order. This
-is the error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
-
-A vector's scale is a power of two derived from that vector alone (a token's activations, a row of a weight, a key), so
-a token's result does not depend on its neighbours in the batch.
+A vector is cut into slices with a few bits each, stored as integers in float64. Their products and all partial sums
+stay below 2**53, so a BLAS may add them in any order and get the same bits (Ozaki, Ogita, Oishi and Rump, Numer.
+Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its neighbours
+in the batch.
 
 Shapes: M rows on the left, N rows on the right, K summed over.
 """
@@ -21,11 +18,10 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent for which the product of two scales stays within float64. No float32 number reaches it."""
+"""Largest exponent for scales that can still be multiplied in float64. No float32 number reaches it."""
 _UNIT_BITS = 33
-"""Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
-"""Maximum number of values that `sum_of_units` can add exactly."""
+"""How many values `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +29,21 @@ class Slices:
     """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Integers in float64, in the shape of x: up to 2**bits in the first tensor, up to 2**(bits - 1) in the others."""
+    """Integers in float64: up to 2**bits in the first tensor, up to 2**(bits - 1) in the others."""
     exponent: Any
-    """int64, last axis of length 1: every element's magnitude is below 2**exponent."""
+    """int64. Every element is below 2**exponent in magnitude."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the bits per slice for which sums over `length` products of slices are exact.
-
-    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger or,
-    with three slices, at most a quarter larger.
-    """
+    """Return the largest slice size (bits) for exact sums over `length` slice products."""
+    # First-slice products require 2 * bits + log2(length) <= 53. With three slices, sums are up to a quarter larger.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
 def sliced(x: Any, bits: int, count: int) -> Slices:
-    """Cut vectors along the last axis into `count` slices.
-
-    The error is at most 2**-(count * bits) of the vector's largest element. A vector with a NaN or an infinity becomes
-    all NaN.
-    """
+    """Cut vectors into `count` slices. The error is at most 2**-(count * bits) relative to the largest element. A
+    vector with a NaN or infinity becomes all NaN."""
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
     parts = []
@@ -65,7 +55,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return, for each vector along the last axis, an exponent that bounds it, and whether it is finite."""
+    """Return a bounding exponent for each vector along the last axis, and whether it is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -73,11 +63,10 @@ def exponents(x: Any) -> tuple[Any, Any]:
 
 
 def matmul(left: Slices, right: Slices) -> Any:
-    """Return left @ right.T, [..., M, N] float64, for `left` [..., M, K] and `right` [..., N, K].
+    """Return left @ right.T in float64 for `left` [..., M, K] and `right` [..., N, K].
 
-    Slice products of order `count` or higher are dropped. With `count` slices of b bits, the absolute error is at most
-    6 K 2**(-count b) max|left row| max|right row|, plus 2**-52 of the result. For two slices and K = 4096, b is 20 and
-    the bound is 2**-37 K max max; the known bound of a float32 sum is 2**-24 K sum|left||right|.
+    Slice products with order `count` or higher are dropped. With `count` slices (b bits each), the absolute error is at
+    most 6 K 2**(-count b) max|left row| max|right row|, plus a relative 2**-52.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -85,20 +74,20 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, for left elements that already include the exponents of `right`, whose parts are [..., K, N]."""
+    """Like `matmul` for left elements that already include the `right` exponents. Right parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
-    """Sum squares along the last axis, [..., 1] float64, with the error bound of `matmul`."""
+    """Sum squares along the last axis, [..., 1] float64. Same error bound as `matmul`."""
     slices = sliced(x, bits_for(x.shape[-1], count), count)
     total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
     return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
 
 
 def sum_of_units(x: Any) -> Any:
-    """Sum up to UNITS numbers from 0 to 1 along the last axis, each rounded to 2**-66: [..., 1] float64."""
+    """Sum up to UNITS numbers from 0 to 1 along the last axis, each rounded to 2**-66."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
@@ -108,7 +97,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each order is exact; adding another one rounds each element once."""
+    """Sum over the orders, smallest terms first. Each order is exact, and adding another rounds once."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
@@ -117,5 +106,5 @@ def _total(left: Slices, right: Slices, contract: Any) -> Any:
             same_order += contract(left.parts[index], right.parts[order - index])
         total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
     assert total is not None
-    # An exact zero's sign depends on the library's summation order; adding 0.0 makes it +0.
+    # An exact zero's sign depends on summation order. Adding 0.0 makes it +0.
     return total.add_(0.0)
