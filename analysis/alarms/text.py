@@ -17,13 +17,11 @@ def fired(num_raised: int, num_judged: int) -> str:
 
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Render a reading's value, formatted by `number`, and its step. The reading must have a value."""
     assert reading.own is not None
     return f"{'' if reading.worst_step is None else 'worst: '}{number(reading.own)} at {taken_over(reading).removeprefix('worst ')}"
 
 
 def since(reading: AlarmReading) -> str:
-    """State when an alert fires; empty if it never does."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:

@@ -39,9 +39,9 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Features of differences in the configuration. They are considered even if the data differ earlier."""
+"""Configuration differences, considered even if the data differ earlier."""
 FELL_TOO = 0.6
-"""The baseline is considered to have collapsed too if its relative drop exceeds this fraction of the run's."""
+"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(
@@ -54,15 +54,14 @@ def attribute(
 ) -> Attribution:
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
-    The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
-    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. One run alone
-    gives only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
-    and one change, ideally an exact engine. With a baseline, the first difference is an intervention, and a run that
-    does not rise with the baseline has a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
+    The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
+    evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation:
+    the first change need not be the cause. `control` is a baseline run with the same seeds and one change, ideally an
+    exact engine. It turns the first difference into an intervention, and a run that does not rise with it has a `flat`
+    drop. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not reported as the
-    answer. Earlier steps are still used as evidence, and so is the rest of the run if it collapses by the last selected
-    step.
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not the answer. Earlier
+    steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -79,7 +78,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases. `checked` is the run's `check` result, if it was computed before."""
+    """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -95,7 +94,6 @@ def _alone(facts: Facts) -> Attribution:
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
-    """Judge a run against its baseline. If both collapsed, use only facts that both runs have."""
     shares = shares_prompts(facts, control)
     if shares:
         facts = facts.beside(control)
@@ -174,11 +172,11 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Names under which facts store the value before and after a change; the view shows the first one present."""
+"""Fact values that may hold the value before and after a change. The view shows the first one present."""
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`: per run, strongest first; no rows for runs without a drop."""
+    """Return the SQL view `facts`, strongest first in each run. Runs without a drop have no rows."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))
@@ -224,7 +222,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the step from which responses end differently than in the first fifth of the run, or None."""
+    """Return the first step where responses end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -276,7 +274,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: the finding of `check`, corrected by when the mismatch began and whether it grew."""
+    """Return the kind of mismatch: the `check` finding, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])

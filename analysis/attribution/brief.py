@@ -1,4 +1,4 @@
-"""Render an attribution as a brief for someone who continues the search: verdict, facts, and SQL for open questions."""
+"""Render an attribution as a brief for further research: verdict, facts, and SQL for open questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum number of characters in the table of facts, which keeps the whole brief to about 4,000 tokens."""
+"""Maximum number of characters in the facts table. Keeps the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0
@@ -88,7 +88,6 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the first and last step at which the drop, or the change that may hide a drop, may have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed

@@ -1,4 +1,4 @@
-"""Render an attribution as text and as JSON; every sentence about evidence is here."""
+"""Render an attribution as text and JSON. All sentences about evidence are here."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ EVIDENCE: Mapping[str, str] = {
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentences about a run, by code of the fact; those in DIFFERENCES are about a run and its baseline."""
+"""Sentences about a run, by fact code. DIFFERENCES has those about a run and its baseline."""
 
 _FIRST = "first difference at step {step}: "
 _EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"

@@ -20,10 +20,7 @@ from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_f
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the headline, then one answer per question.
-
-    `verbose` adds tables: the check's evidence, dtypes, published figures, alerts and replays.
-    """
+    """Render the headline, then one answer per question. `verbose` adds tables."""
     found = shown(found)
     parts = [wrapped(story(found), "", width), _answers(found, width)]
     if verbose:
@@ -32,12 +29,12 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 
 def story(found: Diagnosis) -> str:
-    """Return the headline: the first line of `diagnose` and of the report."""
+    """Return the headline used by `diagnose` and the report."""
     return story_of_run(found.attribution, found.checked, found.jumps)
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return the headline of a run; `checked` is None without two passes to compare."""
+    """Return a run's headline. `checked` is None without two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -99,7 +96,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the step."""
+    """Drop a dated `subset` as the kind of mismatch, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
@@ -216,7 +213,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, if the comparison is valid, whether it is normal (by `explanation`)."""
+    """Describe the mismatch and, for a valid comparison, say whether it is normal (by `explanation`)."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

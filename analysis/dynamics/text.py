@@ -68,7 +68,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """Describe an onset. A jump takes one step; for a ramp, `after` is the value at the end of the ramp."""
+    """Describe an onset. For a ramp, `after` is its final value."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"
