@@ -1,9 +1,5 @@
-"""Per-step metrics for alert rules, and tim-trace's own four rules.
-
-A rule uses only data up to each step. Accuracy: docs/evidence/alerts.md.
-
-Shapes: n steps with a value, N sequences.
-"""
+"""A rule uses only data up to each step. Accuracy: docs/evidence/alerts.md. Shapes: n steps with a value, N
+sequences."""
 
 from __future__ import annotations
 
@@ -71,7 +67,6 @@ FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 
 
 def is_of_pair(name: str) -> bool:
-    """True if a metric is computed from tokens that are finite in both passes."""
     return name in OF_TOKENS or (name in KINDS and KINDS[name][0] == MISMATCH)
 
 
@@ -152,7 +147,6 @@ def norm_jumps(grad_norm: Array) -> Array:
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """[n] True where this flag and the `times` - 1 before it are all true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)

@@ -1,5 +1,3 @@
-"""Share of repeated responses that get a different reward."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,13 +18,10 @@ FEWEST = 20
 
 
 class Repeats:
-    """A run's response hashes and rewards, by step."""
-
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read responses from the open steps, replacing those stored for `steps`."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -39,7 +34,6 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each (see `unequal_rewards`)."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -50,10 +44,10 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return each step's share of repeated responses with a different reward than last time.
+    """Return each step's share of repeated responses with a different reward than last time, over the last WINDOW
+    steps.
 
-    `place` [N] is the ascending step index and `whole` [N] a hash over prompt and response, in recording order. Each
-    share covers the last WINDOW steps, or is 0 with fewer than FEWEST repeated responses.
+    In recording order, `place` [N] is the ascending step index and `whole` [N] a hash over prompt and response.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

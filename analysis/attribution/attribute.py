@@ -1,5 +1,3 @@
-"""Find the cause of a collapse or slow decline, from one run or from a run and its baseline."""
-
 from __future__ import annotations
 
 import os
@@ -195,7 +193,6 @@ _FEWEST_STEPS = 3
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
-    """Return the facts as if the run had dropped at `step`."""
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
@@ -222,7 +219,6 @@ def broken_steps(facts: Facts) -> Iterator[int]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the first step where responses end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -237,12 +233,12 @@ def ending_step(rollouts: Rollouts) -> int | None:
 _NEXT = {
     "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
     "reward": "score the recorded responses around the drop again with the verifier, and compare with sequences.reward",
-    "pairing": "compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
-    "entropy": "rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
+    "pairing": "for one step, compare seq_id across rewards, advantages and logprobs where the trainer builds its batch",
+    "entropy": "rerun with a different entropy term (sign or size) or a higher clip bound (clip_high 0.28)",
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
     "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
-    "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
-    "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
+    "reference": "rerun from the last version before the drop with KL coefficient 0 and everything else unchanged",
+    "advantages": "recompute one step's advantages from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
 
 
@@ -274,7 +270,6 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: the `check` finding, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])

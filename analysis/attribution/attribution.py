@@ -1,5 +1,3 @@
-"""The result of `attribute`: the drop in a run and its suspected causes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ SUSPECTS = {
     "data": "a change in the prompts",
     "truncation": "truncated responses",
     "reference": "the KL term or its reference model",
-    "advantages": "the sign, scale or baseline of the advantages",
+    "advantages": "advantages with a wrong sign, scale or baseline",
     "entropy": "entropy collapse or explosion",
     "length": "response length",
     "unknown": "something else",
@@ -45,7 +43,7 @@ _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix, by evidence code. This evidence is conclusive because it compares identical prefixes or rows."""
+"""What to fix, by evidence that is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -109,8 +107,6 @@ MAX_PROBABILITY_CLEARED = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
-    """A series with only NaN or infinite values from `step` on."""
-
     series: str
     step: int
 

@@ -1,5 +1,3 @@
-"""Render an attribution as a brief for further research: verdict, facts, and SQL for open questions."""
-
 from __future__ import annotations
 
 import shlex
@@ -24,7 +22,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
-    "pairing": ("Do advantages still follow the rewards of their own rows?",
+    "pairing": ("Do advantages still follow the rewards in their own rows?",
         "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
@@ -34,7 +32,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "reference": ("Did the distance to the reference or the KL coefficient change?",
         "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
-    "advantages": ("Did the sign, scale or mean of the advantages change?",
+    "advantages": ("Did the advantages change in sign, scale or mean?",
         "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "
         "WHERE {near} GROUP BY step ORDER BY step"),
     "entropy": ("Does the entropy change before the reward?",
@@ -69,7 +67,7 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    lines = ["Facts, strongest first (strength from 0 to 1; whether each came before, at or after the drop):"]
+    lines = ["Facts, strongest first (strength from 0 to 1, timing relative to the drop):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:

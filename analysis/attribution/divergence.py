@@ -2,8 +2,6 @@
 
 The runs are identical before it, so it must have caused all later ones. Within a step, data are compared in causal
 order: prompts, sampled responses, rewards, reference, advantages, updated weights.
-
-Shapes: N sequences in a step, T tokens in a response.
 """
 
 from __future__ import annotations

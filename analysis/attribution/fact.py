@@ -1,5 +1,3 @@
-"""Facts: observations about a run, or about how it differs from its baseline."""
-
 from __future__ import annotations
 
 import math

@@ -1,8 +1,5 @@
-"""Collect a run's facts and weigh them with a fitted model.
-
-model.json holds two multinomial logistic regressions, for runs with and without a baseline.
-benchmarks/laboratories/left_out.py fits them on benchmark runs with known causes.
-"""
+"""model.json has two logistic regressions (with and without baseline), fitted by
+benchmarks/laboratories/left_out.py."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
-"""(explaining features, features explained away), applied in this order. Any declared lag fully explains old
-weights."""
+"""(explaining features, features explained away), applied in order. Any declared lag fully explains old weights."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:

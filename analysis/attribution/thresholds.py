@@ -1,11 +1,11 @@
-"""Thresholds used only by `attribute`. Others are in facts/thresholds.py and facts/series.py."""
+"""Thresholds for `attribute`. Others are in facts/thresholds.py and facts/series.py."""
 
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
 """Responses count as cut off if at least this fraction per step end early on an unusual token."""
 OF_NO_SCATTER = 10.0
-"""An input change this large (standard deviations) is deliberate."""
+"""An input change of at least this many standard deviations is deliberate."""
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the drop's onset."""
 LAG_GROWS = 2.0
@@ -29,18 +29,16 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """A smaller mean |d| (nats) is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several months."""
 MIXED = 0.5
-"""Rewards are mixed up if the rows that differ reach this fraction of those changed by a shuffle within groups."""
+"""Minimum ratio between changed rewards and those a shuffle within groups would change, for rewards to be mixed up."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Minimum number of sequences with shared prompts in a step. Trainers that drop groups with equal rewards differ in
-prompts."""
+"""Minimum number of sequences with shared prompts. Trainers that drop groups with equal rewards differ in prompts."""
 MOSTLY_CUT = 0.8
 """A length limit is the reason if at least this fraction of differing responses just end early."""
 LENGTH_SHARE = 0.5
 """Minimum fraction of rewards per step that differ if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the variance it explains rises from below the first value to at least the
-second."""
+"""Rewards start to depend on length if the variance it explains rises from below the first value to the second."""
 WEIGHTS_DIFFER = 1e-5
 """Minimum difference (nats) between a response's mean logprobs under different weights. fp32 kernels cause 1e-7."""

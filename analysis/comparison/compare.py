@@ -41,7 +41,7 @@ def compare(
 
     - prompts, and responses to identical prompts
     - logprobs, bit for bit, until two responses to one prompt diverge
-    - rewards for identical responses, with a tolerance of 1e-6 times the largest reward
+    - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
     - every series in `dynamics`: the difference is split at change points, and reported from the first segment with a

@@ -1,5 +1,3 @@
-"""The result of `compare`, and differences in settings, sampling and contracts."""
-
 from __future__ import annotations
 
 import json
@@ -35,7 +33,7 @@ class RunDifference:
     size_in_sd: float | None = None
     """Mean difference in a series on its scale, relative to the per-step standard deviation. None without noise."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Shares, counts and the largest difference, by name."""
+    """Shares, counts and the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,6 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield each field that differs between a pass's most frequent contracts, at the first step where it differs."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

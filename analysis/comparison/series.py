@@ -1,7 +1,4 @@
-"""Compare two runs' series and sequences.
-
-Shapes: n steps with a value in both runs, K sequence pairs, T tokens in these pairs.
-"""
+"""Shapes: n steps with a value in both runs, K sequence pairs, T tokens in these pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ FEWEST = 3
 """Minimum number of steps to estimate the noise in a difference."""
 BEYOND_SD = 4.5
 """Standard errors that a mean difference must exceed to be reported. Allows for choosing the first step to maximise the
-difference, with a false-positive rate below 0.5%."""
+difference (false-positive rate below 0.5%)."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so any difference is reported."""

@@ -1,5 +1,3 @@
-"""Diagnose a run: collapse, comparison, mismatch, and next commands."""
-
 from __future__ import annotations
 
 import json
@@ -56,7 +54,6 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Compare pass b with each replay in place of pass a, most effective replay first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -124,7 +121,7 @@ def diagnose(
 
     Combines `attribute` (against the baseline `control` if given), `check`, declared and inferred precision on each
     side, published values, alerts at every step, and the effect of recorded replays. `steps` (3:80, -10:, 2:200:2)
-    limits the questions to part of the run. Other steps still serve as evidence, as in `attribute`.
+    limits the questions to part of the run. Other steps still serve as evidence.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -198,10 +195,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare rms d with published values from healthy runs with the same coarser dtype.
-
-    `verdict` is the code for the first `check` finding.
-    """
+    """Compare rms d with published values from healthy runs. `verdict` is the code for the first `check` finding."""
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]
     is_equal = verdict == "equal" or own == 0.0
@@ -254,11 +248,8 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens in the trace, named as in figures and alarms.
-
-    `mean_exp_abs_d` (token_mult_prob_error in NeMo-RL) covers only the sampled tokens if the trace stores the other
-    sums.
-    """
+    """Return the metrics over all tokens. `mean_exp_abs_d` covers only sampled tokens if the trace stores the other
+    sums."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

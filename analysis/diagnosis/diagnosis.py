@@ -38,7 +38,6 @@ class FigureComparison:
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if the coarser dtype is the same as in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,6 @@ class SizeComparison:
     """`equal` without a mismatch, `unpublished` without a published value for this dtype, else `own` relative to the
     range."""
     own: float
-    """Root mean square d (nats)."""
     coarser: str | None
     is_inferred: bool = False
     low: float | None = None
@@ -157,7 +155,6 @@ _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return faults in the run's data, except findings that also occur in healthy runs."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )

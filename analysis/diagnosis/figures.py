@@ -13,13 +13,11 @@ class PublishedFigure:
     low: float
     high: float
     dtypes: tuple[str, str]
-    """Trainer and engine dtypes."""
     engines: str
     model: str
     setting: str
     source: str
     is_mixture: bool = False
-    """True for a mixture of experts."""
     is_fault: bool = False
     """True if measured in a run with a fault."""
 

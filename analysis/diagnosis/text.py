@@ -1,5 +1,3 @@
-"""Render a diagnosis as text."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 
 def story(found: Diagnosis) -> str:
-    """Return the headline used by `diagnose` and the report."""
     return story_of_run(found.attribution, found.checked, found.jumps)
 
 
@@ -190,7 +187,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     if checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
     if not checked.is_valid and not of_mismatch:
-        count += "; the fault does not show in the size of the mismatch"
+        count += ", but the fault does not show in the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count
 
@@ -213,7 +210,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Describe the mismatch and, for a valid comparison, say whether it is normal (by `explanation`)."""
+    """Describe the mismatch, and say whether it is normal if the comparison is valid."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

@@ -1,5 +1,3 @@
-"""Find when a run's series changed, which changed first, and how fast the mismatch grows."""
-
 from __future__ import annotations
 
 import math
@@ -46,8 +44,7 @@ def dynamics(
 
     Changes have 95% intervals. If two overlap, their order is undecided. The result also has the growth rate for k3,
     and the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps`
-    (3:80, :100, 2:200:2) limits the answer to part of the run. Other steps still help to find changes, as in
-    `attribute`.
+    (3:80, :100, 2:200:2) limits the answer to part of the run. Other steps still help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -120,7 +117,6 @@ def summarise(
     changes: Mapping[str, Sequence[ChangePoint]], onsets: Sequence[FirstChange], fall: Fall | None,
     growth: Sequence[Growth], num_steps: int, later: Fall | None = None,
 ) -> Iterator[Statement]:  # fmt: skip
-    """Yield the first change, the collapse, planned changes, and k3 growth in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
@@ -153,8 +149,6 @@ FEWEST_FOR_GROWTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A line fitted to ln k3 over the steps."""
-
     part: str
     """`run` or `last third`."""
     num_steps: int
@@ -170,10 +164,7 @@ class Growth:
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Fit the mismatch growth over the run and its last third. arXiv 2510.18855 predicts a constant factor.
-
-    No line is fitted across a jump: if k3 jumps, only later steps in the last third are used.
-    """
+    """Fit k3's growth without a line across jumps. arXiv 2510.18855 predicts a constant factor."""
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)

@@ -36,7 +36,7 @@ class ChangePoint:
     high: int
     """`low` to `high` is the 95% confidence interval."""
     before: float
-    """Fitted value just before the change, in the original unit."""
+    """Fitted value just before the change (original unit)."""
     after: float
     """Fitted value just before the next change or at the end."""
     size_in_sd: float
@@ -48,11 +48,7 @@ class ChangePoint:
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find changes in a series in order, on its own scale.
-
-    Straight segments are fitted at least cost, so a steady trend is not a change. Costs are relative to the long-run
-    variance, which accounts for autocorrelation, and single outliers are ignored.
-    """
+    """Find the changes in a series, fitted as straight segments, so a steady trend is not a change."""
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
     if len(steps) < FEWEST:
@@ -209,17 +205,14 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
-        fall = _agreed(fall, falls[-1])
+        fall = falls[-1] if fall is None else refined(fall, falls[-1])
     return RunOutcomes(all=outcomes, fall=fall)
 
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps usable for a question about the selected steps, and any drop that begins later.
-
-    The whole run is usable if its drop begins by the last selected step, else the run up to that step. The selected
-    steps alone would not show the level before the drop.
-    """
+    """Return the whole run if its drop begins by the last selected step, else the run up to there and the later
+    drop."""
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
@@ -258,15 +251,11 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
     )  # fmt: skip
 
 
-def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    return of_reward if fall is None else refined(fall, of_reward)
-
-
 _BASE, _FEWEST = 15, 4
 """Most and fewest earlier steps to compare a step with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
-"""Series compared on a log scale, with the minimum scatter assumed for each (natural log)."""
+"""Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
 
 
@@ -277,8 +266,7 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far this and the next three values are from the earlier level (sd), or an empty array if too
-        early."""
+        """Return how far this and the next three values are from the earlier level (sd). Empty if too early."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

@@ -89,7 +89,7 @@ _QUANTITIES = {
     "group_size": (SAMPLING, LOG, "mean sequences per group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
-    "advantage_scale": (ADVANTAGES, LOG, "standard deviation within groups, advantages / rewards"),
+    "advantage_scale": (ADVANTAGES, LOG, "ratio of advantage to reward standard deviation within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
     "share_masked": (MASK, LOGIT, "share of response tokens excluded by the loss mask"),
     "reference_k3": (REFERENCE, LOG, "k3 between trainer and reference logprobs, nats"),
@@ -98,11 +98,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs by step, and all metrics not used in another series.
-
-    Series with kind `setting` are hyperparameters recorded several times, or logged numbers that rarely change.
-    Hyperparameters keep their value until a new one is recorded.
-    """
+    """Read the open run's inputs, and metrics not used in another series. Hyperparameters apply until changed."""
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():
@@ -130,7 +126,6 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _places(database: Database) -> dict[str, Column]:
-    """Compare tokens near both prompt ends with the start of the run. Empty if the count table would be too large."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     rows = database.connection.execute(_PLACES.format(every=every, most=_MOST_PLACES)).fetchnumpy()
@@ -192,7 +187,6 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each run of identical values. Keep only long ones if values change often."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -200,7 +194,7 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """True if a setting starts constant and then changes steadily, like a ramp or a runaway controller."""
+    """True if a setting starts constant and then changes steadily, like a ramp or a controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 

@@ -171,8 +171,7 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """At the onset: the median over the preceding tenth of the run or, if larger, the largest three-step median
-    nearby."""
+    """At the onset: the median over the preceding tenth or, if larger, the largest three-step median nearby."""
     first: float
     """At the first step, before any update if recording began with the run."""
     settled: float
@@ -229,7 +228,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum distance between repeated prefixes to compare, in steps."""
+"""Maximum number of steps between repeated prefixes to compare."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Maximum difference between two means over the same float32 logprobs (nats)."""
@@ -302,12 +301,9 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's prefix logprobs from step `first` on among the trainer's earlier ones.
-
-    Use only prefixes where trainer and engine differ, because only one of several replicas may lag. Return None if none
-    was sampled before.
-    """
+    """Look up the engine's prefix logprobs from step `first` on among the trainer's earlier ones, or return None."""
     opening, step, sampled, trained = _first_of_step(rollouts)
+    # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts
@@ -337,7 +333,6 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row per prefix and step: [M] prefix, step, mean engine logprob, mean trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

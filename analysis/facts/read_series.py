@@ -1,5 +1,3 @@
-"""Read a run's series from passes, sequences, logged metrics and weights."""
-
 from __future__ import annotations
 
 import re
@@ -93,11 +91,7 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read the token entropy from `train` or `current`, or estimate it unless `metrics` has a logged entropy.
-
-    The estimate is the mean -logprob in pass a, because its expected value over policy samples is the entropy. Pass
-    `given` if the database has only some steps.
-    """
+    """Read or estimate the token entropy. Pass `given` if the database has only some steps."""
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:
@@ -114,7 +108,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Count updates between sampling and loss, and between passes b and a. For `given`, see read_entropy."""
+    """Count updates from sampling to loss, and from pass b to pass a. For `given`, see read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
     # A sequence's policy version is also its engine scores' version, unless they have their own.
@@ -128,7 +122,7 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Series]:
-    """Read the share of tokens clipped by the recorded loss, as defined in analysis.objective."""
+    """Read the share of tokens clipped by the recorded loss (defined in analysis.objective)."""
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
@@ -164,15 +158,11 @@ MISMATCH: Pair = ("train", "rollout")
 def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
     """Read a run's series by step, named as in `series.KINDS`. Series without data are left out.
 
-    They share all steps that have sequences or a logged value. `pair` names the passes in the mismatch d = logprob(a) -
-    logprob(b) (nats), taken over tokens in the loss mask with finite logprobs in both passes, and only when a sequence
-    is first used. `run` is required if several traces are open.
+    All series share the same steps. `pair` names the passes in the mismatch d = logprob(a) - logprob(b) (nats), taken
+    over tokens in the loss mask with finite logprobs in both passes. `run` is required if several traces are open.
 
-    - k3 = mean(exp(d) - 1 - d), also for tokens with positive and negative advantage only
-    - ess = (sum w)^2 / (n sum w^2) with w = exp(d)
-    - reward_std_within_groups: standard deviation (n - 1) within groups that have two or more sequences, averaged
+    - k3 = mean(exp(d) - 1 - d), ess = (sum w)^2 / (n sum w^2) with w = exp(d)
     - policy_lag: updates from the sampling weights to the loss weights. version_lag: from pass b to pass a
-    - reward: mean over sequences, or the logged value if sequences have no rewards
     - changed_weights: share of elements that differ bitwise from the last recorded version
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.

@@ -1,5 +1,3 @@
-"""Collect a run's recorded changes: step, old and new value, and size relative to scatter."""
-
 from __future__ import annotations
 
 import math
@@ -20,7 +18,6 @@ from .read_series import read_series
 from .series import MISMATCH, REWARD, Fall, Series
 
 SET = "set"
-"""`shape` for a deliberate change at an exactly known step."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
@@ -65,7 +62,6 @@ class RecordedChange:
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return all changes in the open run by step, dated as in `read_changes`."""
     by_name = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
     found = [
@@ -92,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the SQL view `changes`, with separate columns for numbers and text."""
+    """Return the SQL view `changes`. Numbers and text have separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):
@@ -105,7 +101,6 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    """Return changes in or shortly before a drop's onset interval: largest first, consequences last."""
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]

@@ -1,5 +1,3 @@
-"""Correlations between rewards, advantages, lengths and logprobs, and changed values for identical responses."""
-
 from __future__ import annotations
 
 import math
@@ -42,7 +40,6 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return both columns minus their group means where both are known, and the [N] mask of these rows."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -58,12 +55,10 @@ def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.nd
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation, or 0 if either column is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Correlate reward differences with lengths overall or, for a steadily growing bonus, within steps."""
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
     x, y = centred(difference, of_step), centred(length.astype(float), of_step)
@@ -77,11 +72,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of variance in reward differences explained by length, and the sign (0, 0 if too few responses).
-
-    The share is the largest of three: by length, by length relative to the group mean, and by length among responses
-    with equal rewards.
-    """
+    """Return the share of reward-difference variance explained by length, and the sign. 0 with too few responses."""
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
@@ -100,7 +91,6 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
 
 def _explained(values: np.ndarray, length: np.ndarray) -> float:
-    """Return R squared by length, adjusted for the number of distinct lengths."""
     _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     n, left = len(values), values - (np.bincount(place, values) / counts)[place]
     total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
@@ -108,7 +98,6 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation between reward and length if only `run` rewards length, else 0."""
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
@@ -144,7 +133,7 @@ class ChangedResponses:
     share: float
     """Share of responses with a changed value."""
     share_before: float
-    """Same as `share`, for responses repeated before the first step considered. NaN if there are none."""
+    """`share` for responses repeated before the first step considered, or NaN without any."""
     length_correlation: float
     agreement: float = 0.0
 

@@ -1,7 +1,4 @@
-"""The sequences in a run, with rewards, advantages and mean logprobs.
-
-Shapes: N sequences in recording order.
-"""
+"""Shapes: N sequences in recording order."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ _OF_COUNTED = {
 """Tokens outside the loss mask are ignored because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Response tokens in an opening. The prompt and an opening form a prefix that several responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs to compare, and minimum number of responses found on both sides."""
@@ -74,8 +70,7 @@ class Rollouts:
     whole: np.ndarray
     """`prompt`, `response` and `whole` are token id hashes."""
     group: np.ndarray
-    """Group index, by step and group_id or (if not recorded) prompt. If most groups have one member, the index is per
-    step."""
+    """Group index from step and group_id (else prompt). If most groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
     first_advantage: np.ndarray
@@ -169,7 +164,6 @@ def least_reward(rollouts: Rollouts) -> float:
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices for sequences whose key occurs again later, and for the next occurrence."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
@@ -205,11 +199,11 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 
 ORDERS = {
-    "members_first": "all first group members before all second ones, as if rows and columns were swapped",
-    "groups_first": "rewards read group by group rather than member by member, as if rows and columns were swapped",
+    "members_first": "all first group members before all second ones (rows and columns swapped)",
+    "groups_first": "rewards read group by group rather than member by member (rows and columns swapped)",
     "shortest_first": "rewards assigned in completion order (shortest response first)",
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
-    "last_step": "rewards taken from the next step, as if recorded one step late",
+    "last_step": "rewards taken from the next step (recorded one step late)",
 }
 """Row orders that bugs may produce, described by how to undo them. Each completes "with ..."."""
 
@@ -222,7 +216,7 @@ class RepeatedResponses:
     unequal: float
     mean_difference: float
     order: str
-    """Row order with the fewest unequal pairs, in words. Empty for the recorded order."""
+    """Row order (in words) with the fewest unequal pairs. Empty for the recorded order."""
     unequal_ordered: float
 
     @property
@@ -286,7 +280,6 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3
-"""Most and fewest steps compared on each side. The policy hardly changes over so few steps."""
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:

@@ -1,7 +1,4 @@
-"""A run's series, with one value per step, and drops in an outcome.
-
-Shapes: n steps, shared by all series in a run.
-"""
+"""Shapes: n steps, shared by all series in a run."""
 
 from __future__ import annotations
 
@@ -87,7 +84,6 @@ def named(
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """Return a query's columns as float64, with NaN for NULL and an int64 `step`."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
@@ -110,16 +106,16 @@ def columns_of(
 FALL_SHARE = 0.09
 """Minimum fraction of the earlier level that a drop must lose. Healthy runs temporarily lose up to 5%."""
 FALL_STAYS = 0.6
-"""Minimum fraction of windows below the drop's midpoint, from the first such window on, for a lasting drop."""
+"""A drop lasts if this fraction of windows stays below its midpoint after the first crossing."""
 FALL_HOLDS = 0.9
 """The same fraction for drops judged by the preceding noise."""
 FALL_BEYOND = 6.0
-"""Minimum size for drops judged by the preceding noise, in standard errors above the bias from choosing the best
-window. It gives no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation
-up to 0.8, it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With 0.95,
-the rate rises from 0.13 to 0.24 (200 values)."""
+"""Minimum size for drops judged by the preceding noise (standard errors above the bias from choosing the best window).
+It gives no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
+0.8, it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With 0.95, the
+rate rises from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum drop, in standard errors above the bias from choosing the best window."""
+"""Minimum drop (standard errors above the bias from choosing the best window)."""
 FALLEN = 0.35
 """A change is too late to be the cause once this fraction of the drop has happened."""
 
@@ -166,7 +162,7 @@ class Fall:
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
-    """First step where the loss reaches FALLEN. Later changes cannot be the cause."""
+    """First step at which a fraction FALLEN of the drop has happened. Later changes cannot be the cause."""
     before: float
     """Level before the drop. For `flat`, the level reached by the baseline."""
     after: float
@@ -203,9 +199,6 @@ def is_evaluation(name: str) -> bool:
 
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop in an outcome, or None if noise can explain it.
-
-    The earlier level is the best window (a tenth of the run, at least 3 values), the later level the last window. The
-    drop must exceed FALL_SHARE, and either the drop or a line fitted from the best window on must exceed FALL_SD.
 
     `beside` is the same outcome in a baseline run with the same seeds. Ending below it by FALL_SHARE, beyond the noise
     in their difference, also counts as a drop.
@@ -313,7 +306,6 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """Use the onset from `finer` if its interval is narrower and overlaps."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:

@@ -5,8 +5,7 @@ from __future__ import annotations
 AHEAD = 3.0
 """Search for causes from this many steps before the drop's onset interval."""
 AT_ONCE = 0.35
-"""The mismatch was there from the start if the first step already shows this fraction of its settled size. One update
-causes less."""
+"""The mismatch was there from the start if the first step shows this fraction of its settled size."""
 GROWTH = 1.6
 """The mismatch grows if its last quarter is at least this many times its settled size."""
 
@@ -16,13 +15,12 @@ collapses caused by the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
 """Minimum matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio to the matches expected by chance, for the same report. Other collapses reach 2.3."""
+"""Minimum ratio to chance matches for the same report. Other collapses reach 2.3."""
 STILL = 0.5
 """The engine keeps its weights if this fraction of repeated prefixes gets bitwise identical engine logprobs. With new
 weights at every other step, half do."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights change if at most this fraction of repeated prefixes gets bitwise identical trainer
-logprobs."""
+"""The trainer's weights change if at most this fraction of repeated prefixes keeps bitwise identical logprobs."""
 
 MATERIAL_REWARD = 0.05
 """Minimum real difference between two rewards for the same response, relative to the standard deviation over all
@@ -30,8 +28,7 @@ rewards. KL terms in the reward cause smaller ones."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards are in the wrong rows if undoing a shift leaves at most this fraction of unequal pairs."""
 SAME_REWARDS = 0.15
-"""Two reward distributions match up to this Kolmogorov-Smirnov distance, or this mean difference relative to the
-standard deviation."""
+"""Two reward distributions match up to this Kolmogorov-Smirnov distance, or mean difference in standard deviations."""
 SAME_REWARDS_SD = 2.5
 """They also match if their means differ by at most this many standard errors."""
 MOST = 0.5
@@ -53,7 +50,7 @@ ALMOST_ALL = 0.9
 MOVES_SD = 6.0
 """A series moves if it leaves the earlier level by this many times the earlier standard deviation."""
 MOVES_ON = 0.6
-"""A move lasts if two of the next three steps stay beyond this multiple of MOVES_SD."""
+"""A move lasts if two of the next three steps exceed MOVES_SD times this factor."""
 BREAKS_SD = 4.0
 """A correlation is lost if it drops abruptly by this many times the earlier standard deviation."""
 BREAKABLE = 0.2

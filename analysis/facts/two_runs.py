@@ -1,7 +1,4 @@
-"""Pair two runs' sequences step by step, and compare the response tokens they share.
-
-Shapes: N sequences in run A, M in run B, K pairs, T tokens.
-"""
+"""Shapes: N sequences in run A, M in run B, K pairs, T tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +90,6 @@ class Prefixes:
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
-    """Number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For tokens scored in both runs, return their number per pair [K] and their logprobs in A and B [T]."""

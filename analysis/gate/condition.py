@@ -1,7 +1,4 @@
-"""Conditions on a run's metrics, their verdicts, and per-sequence statistics for resampling.
-
-Shapes: N sequences.
-"""
+"""Shapes: N sequences."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a metric over the run, at any step, or over the last steps."""
+    """A bound on a metric over the run, the last steps, or any single step."""
 
     text: str
     source: str
@@ -54,7 +51,7 @@ class Condition:
     sign: str
     bound: float
     of_size: bool
-    """True to compare the absolute value, as in `tim.|k1|>0.1`."""
+    """True to compare the absolute value (`tim.|k1|>0.1`)."""
     any_step: bool
     """True if a single step beyond the bound fails the gate."""
     last: int
@@ -68,13 +65,12 @@ class Condition:
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
-        """Return the step that violates the bound most or comes closest, or None without values."""
         sign = 1 if self.sign in (">", ">=") else -1
         return max(by_step, key=lambda step: (math.isnan(by_step[step]), sign * by_step[step]), default=None)
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse `<source>.<metric><sign><number>`, with an optional `any step` or `last N steps`. Raises InvalidOption."""
+    """Parse `<source>.<metric><sign><number>` and an optional `any step` or `last N steps`. Raises InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -150,8 +146,6 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated(Table):
-    """The verdicts on all conditions, in order."""
-
     _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
@@ -211,8 +205,7 @@ class SequenceColumns:
     def reach(self) -> float:
         """Return the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
 
-        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum d) are rare. Student's
-        quantile makes it larger with few groups.
+        Extrapolated from a lognormal fit, because the sequences that dominate exp(sum d) are rare.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -233,10 +226,8 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens excluded from a pair's metrics. Empty if there are none.
-
-    NaN and infinite logprobs are always reported, missing ones only if they are the majority.
-    """
+    """Describe the tokens excluded from a pair's metrics. Missing logprobs are reported only if they are the
+    majority."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -1,5 +1,3 @@
-"""Check conditions on a run's metrics, and render the verdicts as text, JUnit XML and Markdown."""
-
 from __future__ import annotations
 
 import math
@@ -51,9 +49,9 @@ def gate(
     the bound, or is expected but missing. NaN and infinities fail. So does any metric, except a count, that excludes
     such tokens or for which most tokens lack logprobs.
 
-    `junit` is a JUnit XML file to write or replace, with one test case per condition. `summary` is a file to append a
-    Markdown table to, such as $GITHUB_STEP_SUMMARY. Conditions on `stats` columns store per-sequence sums in the trace,
-    as `stats` does.
+    `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
+    Markdown table to, such as $GITHUB_STEP_SUMMARY. Like `stats`, conditions on its columns store per-sequence sums in
+    the trace.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
@@ -100,9 +98,9 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
         if worst is None:
             raise NothingToCompare(f"{measured.metric}: no step has a value to check; remove this condition")
         value, fails, low, high = by_step[worst], bool(beyond), None, None
-        verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst step"
+        verdict, how = FAILED if fails else PASSED, f"{says}; the value is from the worst step"
     elif worst is not None and beyond and not fails and not is_count(measured.metric):
-        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); with 'any step' the condition would fail; {how}"
+        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); the condition would fail with 'any step'; {how}"
     if condition.last and by_step:
         how = f"the last {len(by_step)} steps, {min(by_step)} to {max(by_step)}: {how}"
     if missing and measured.leaves_out:

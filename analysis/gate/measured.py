@@ -1,5 +1,3 @@
-"""Measure a run's metrics, with confidence intervals over sequence groups."""
-
 from __future__ import annotations
 
 import math
@@ -85,10 +83,9 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Tokens excluded from the measured metrics, in words. May be empty."""
+        """Text about tokens excluded from the measured metrics. May be empty."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return each condition's metric with its value, interval and value per step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -183,7 +180,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Measure a quantile of |d|, with the interval from the token share above it (Woodruff 1952)."""
+        """Measure a quantile of |d|. Its interval comes from the token share above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -199,7 +196,7 @@ class Run:
             return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
-        how = f"bootstrap-t over {num_groups:,} groups, for the share of tokens above the value"
+        how = f"bootstrap-t over {num_groups:,} groups for the share of tokens above the value"
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
@@ -215,7 +212,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Return those `values` computed from sums or maxima over sequences, with intervals."""
+    """Return those `values` computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -230,7 +227,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
-        how = f"bootstrap over {num_groups:,} groups, for the maximum; the interval ends at the value"
+        how = f"bootstrap over {num_groups:,} groups for the maximum; the interval ends at the value"
         found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 
@@ -238,11 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the probabilities whose quantiles bound a quantile's interval.
-
-    `num_above_N` counts the tokens above the quantile in each sequence. If too few groups have one, the upper
-    probability is 1, and the interval ends at the largest value.
-    """
+    """Return the probabilities whose quantiles bound a quantile's interval. 1 stands for the largest value."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
@@ -272,7 +265,6 @@ class _Asked:
         """Metrics with a condition that covers all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return each condition's metric. Those missing from `found` have no interval."""
         of_metric = {measured.metric: measured for measured in found}
         for metric, value in self._values.items():
             measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))

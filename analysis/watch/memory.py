@@ -151,10 +151,7 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """Cache for the series returned by `read_series`, except changed_weights.
-
-    That one would re-read all weight versions at every refresh.
-    """
+    """Cache for `read_series`. Leaves out changed_weights to avoid re-reading all weight versions at every refresh."""
 
     def __init__(self, pair: Pair):
         self.repeats = Repeats()
@@ -171,7 +168,6 @@ class Memory:
         self._of_tokens: dict[str, dict[int, Any]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
-        """Return unread steps, newest first."""
         if not self._read.keys() <= extents.steps.keys():
             self._forget()
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
@@ -207,7 +203,6 @@ class Memory:
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
-        """Return all series in `KINDS` order, over `steps` and all steps with logged values."""
         columns = [self._column(name) for name in self._values if self._values[name]]
         # Entropies recorded per token replace entropies logged per step.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
@@ -216,7 +211,6 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return cached `read_token_figures` results."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()

@@ -1,5 +1,3 @@
-"""Draw a watched run on a terminal, and redraw it at each refresh."""
-
 from __future__ import annotations
 
 import io
@@ -23,7 +21,7 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print each view below the previous one or, with `again`, in its place. After Ctrl-C, print the last view in
+    """Print each view below the previous one, or in its place with `again`. After Ctrl-C, print the last view in
     full."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:

@@ -1,5 +1,3 @@
-"""Draw a watched run with rich, in full or cut to fit the screen."""
-
 from __future__ import annotations
 
 import shlex
@@ -52,7 +50,6 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return the rows to show per section. On a screen, the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole

@@ -51,10 +51,8 @@ class Watcher:
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Read up to `memory.MOST_TOKENS` tokens from steps that grew, then return the current view.
-
-        Raises TraceNotFound, NewerTrace or DamagedTrace.
-        """
+        """Read up to `memory.MOST_TOKENS` tokens from steps that grew. Raises TraceNotFound, NewerTrace or
+        DamagedTrace."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._look()
@@ -73,7 +71,6 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view for a trace that does not exist yet."""
         self._begin("")
         note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
@@ -157,7 +154,7 @@ class Watcher:
         notes: list[str] = []
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
-            notes.append("the trace exists, but no process is recording to it yet; waiting")
+            notes.append("the trace exists, but no process is recording to it yet. Waiting")
         elif not extents.steps:
             notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:

@@ -1,7 +1,4 @@
-"""A snapshot of a run during recording, with its series as sparklines.
-
-Shapes: n values, one per step, NaN if missing.
-"""
+"""Shapes: n values, one per step, NaN if missing."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ WAITING = "waiting"
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series shown for the latest steps, most important first, as many as fit the terminal."""
+"""Columns for the latest steps. Narrow terminals drop the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +68,12 @@ class Watched(Result):
     series: Mapping[str, Series]
     """As returned by `read_series`, all over the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Every alert rule at every step, as in `diagnose`."""
+    """Every alert rule at every step (see `diagnose`)."""
     moved: tuple[Moved, ...] = ()
     """Changes in the mismatch, the reward and the gradient norm. Empty while the run has too few steps."""
 
     @property
     def shown_steps(self) -> list[int]:
-        """Selected steps where a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
@@ -134,7 +130,7 @@ def _summary(series: Series) -> dict[str, Any]:
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""Lowest to highest, for terminals without block characters."""
+"""Lowest to highest. Used if the terminal lacks block characters."""
 BROKEN = "!"
 """Marks a NaN or an infinity."""
 
@@ -168,7 +164,6 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """Return [min(n, width)] values on the series' scale, with neighbouring steps merged as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 

@@ -1,5 +1,3 @@
-"""Facts about a run and its baseline: the first difference, and what else differs there or later."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Facts about the engine: the mismatch and the age of its weights."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -55,7 +53,6 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch explained by the first `check` finding, or 1 if either is zero."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
@@ -102,8 +99,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield whether -logprob exceeds the entropy. They match on average if tokens are sampled from the returned
-    logprobs."""
+    """Yield whether -logprob exceeds the entropy. They match on average for tokens sampled from these logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return

@@ -1,5 +1,3 @@
-"""Facts about prompts, responses, rewards, their rows and advantages."""
-
 from __future__ import annotations
 
 import math
@@ -156,11 +154,10 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Change in a series that halves its strength, because a change this small hardly matters."""
+"""A change this large counts half, because smaller ones hardly matter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest prompt change, with more weight if several series change at the same step."""
     found = []
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
