@@ -1,5 +1,4 @@
-"""A rule uses only data up to each step. Accuracy: docs/evidence/alerts.md. Shapes: n steps with a value, N
-sequences."""
+"""Rules use only data up to each step (docs/evidence/alerts.md). Shapes: n steps with a value, N sequences."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return each step's share of repeated responses with a different reward than last time, over the last WINDOW
-    steps.
+    """Return the share of repeated responses with a new reward over the WINDOW steps up to each step.
 
     In recording order, `place` [N] is the ascending step index and `whole` [N] a hash over prompt and response.
     """

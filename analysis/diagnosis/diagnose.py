@@ -248,8 +248,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens. `mean_exp_abs_d` covers only sampled tokens if the trace stores the other
-    sums."""
+    """Return the metrics over all tokens. `mean_exp_abs_d` covers only sampled tokens if sums are stored."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

@@ -226,8 +226,7 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens excluded from a pair's metrics. Missing logprobs are reported only if they are the
-    majority."""
+    """Describe tokens excluded from a pair's metrics. Missing logprobs are reported only if in the majority."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

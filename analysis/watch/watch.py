@@ -51,8 +51,7 @@ class Watcher:
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Read up to `memory.MOST_TOKENS` tokens from steps that grew. Raises TraceNotFound, NewerTrace or
-        DamagedTrace."""
+        """Read up to `memory.MOST_TOKENS` tokens. Raises TraceNotFound, NewerTrace or DamagedTrace."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._look()

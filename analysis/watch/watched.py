@@ -79,7 +79,7 @@ class Watched(Result):
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return a value, None if not recorded, or NaN if NaN or infinite."""
+    """Return the value at a step, None if not recorded, or NaN if NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
