@@ -25,18 +25,16 @@ SUMMARY: Mapping[str, str] = {
 }
 
 UNANSWERED: Mapping[str, str] = {
-    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
-    "no_reward": "no rewards, so learning and reward spread within groups are unknown; record them with "
-    "Recorder.add_sequences(reward=...)",
-    "no_reward_std_within_groups": "no groups with two or more rewards, so their spread is unknown; record group_ids",
-    "no_k3_positive": "no advantages, so the mismatch by advantage sign is unknown; record them with Recorder.add_sequences(advantage=...)",
-    "no_grad_norm": "no gradient norm; record it with Recorder.add_metrics",
-    "no_update_to_weight": "no optimizer statistics; record them with tim-trace record or Recorder.add_optimizer",
+    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown (see tim-trace info)",
+    "no_reward": "no rewards: pass reward to Recorder.add_sequences to see learning and reward spread within groups",
+    "no_reward_std_within_groups": "no groups with two or more rewards: record group_ids to see the spread within groups",
+    "no_k3_positive": "no advantages: pass advantage to Recorder.add_sequences to see the mismatch by advantage sign",
+    "no_grad_norm": "no gradient norm: record it with Recorder.add_metrics",
+    "no_update_to_weight": "no optimizer statistics: record them with tim-trace record or Recorder.add_optimizer",
     "no_policy_lag": "no policy versions on one or both sides, so the policy lag is unknown",
-    "no_clip_share": "no clipped loss, no advantages or no `current` logprobs, so the clipped share is unknown; record "
-    "the loss with "
-    "Recorder.add_loss",
-    "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
+    "no_clip_share": "no clipped loss, no advantages or no `current` logprobs: record the loss with Recorder.add_loss to "
+    "see the clipped share",
+    "no_changed_weights": "no weights: record with --weights delta to see how much each update changes",
     "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
 

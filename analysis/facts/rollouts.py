@@ -55,7 +55,7 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Minimum number of pairs to compare, and minimum number of responses found on both sides."""
+"""Fewest pairs to compare, and fewest responses found on both sides."""
 CERTAIN_LOGPROB = 1e-3
 """Below this -logprob (nats), a prefix is so certain that new weights have no visible effect."""
 
