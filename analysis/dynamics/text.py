@@ -121,7 +121,7 @@ def dynamics_rows(found: Dynamics) -> Rows:
 
 
 def _broken(steps: tuple[int, ...]) -> str:
-    return f"; NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
+    return f", NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
 
 
 def _rates(found: Dynamics) -> Iterator[str]:

@@ -121,8 +121,7 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise. At 0.55, 1 in 392 healthy pairs is
-flat."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise (0 in 392 healthy pairs, 1 at 0.55)."""
 
 _UNSEEN_CORRELATION = 2.0
 """Scatter multiplier when there are too few values to estimate the autocorrelation. 2 allows for 0.6."""
@@ -162,7 +161,7 @@ class Fall:
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
-    """First step with FALLEN of the drop behind it. Later changes cannot be the cause."""
+    """First step at which the fraction FALLEN has been lost. Later changes cannot be the cause."""
     before: float
     """Level before the drop. For `flat`, the level reached by the baseline."""
     after: float
