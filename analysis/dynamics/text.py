@@ -13,7 +13,7 @@ from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
-    "no_change": "No series changed by {min_sd:g} or more noise standard deviations. Each is flat or follows a straight line.",
+    "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "Could not determine which changed first: {onsets}.",
     "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}. Find the cause with tim-trace "

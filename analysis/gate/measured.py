@@ -83,7 +83,7 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Text about tokens excluded from the measured metrics. May be empty."""
+        """Describes tokens excluded from the measured metrics. May be empty."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         found: dict[str, Measured] = {}
