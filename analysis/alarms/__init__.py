@@ -1,1 +1,1 @@
-"""Alert rules of `diagnose`, `watch` and the report."""
+"""Alert rules for `diagnose`, `watch` and the report."""

@@ -1,9 +1,4 @@
-"""Per-step metrics that alert rules use, and tim-trace's own four rules.
-
-At each step, a rule uses only the data up to that step. Accuracy: docs/evidence/alerts.md.
-
-Shapes: n steps with a value; T tokens of a batch, N sequences.
-"""
+"""Rules use only data up to each step (docs/evidence/alerts.md). Shapes: n steps with a value, N sequences."""
 
 from __future__ import annotations
 
@@ -28,15 +23,15 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that are computed from tokens because no series of them is recorded."""
+"""Metrics computed from tokens because no series has them."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
-"""Sums of each sequence that OF_TOKENS and NOT_FINITE are computed from."""
+"""Per-sequence sums needed for OF_TOKENS and NOT_FINITE."""
 NOT_FINITE = "num_not_finite"
-"""Metric: number of tokens in the loss per step with a NaN or infinite logprob in either pass."""
+"""Loss tokens per step with a NaN or infinite logprob in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the tokens that `read_series` uses."""
+    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the same tokens as `read_series`."""
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
@@ -45,7 +40,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Return the figures of `read_token_figures` from the steps of N sequences and their sums, those in NEEDED_SUMS."""
+    """Compute the same as `read_token_figures` from the step and NEEDED_SUMS for each sequence."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -65,18 +60,17 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Metric: share of repeated responses that got a different reward; see `repeats`."""
+"""Share of repeated responses with a different reward (see `repeats`)."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 
 
 def is_of_pair(name: str) -> bool:
-    """True if a metric is computed from the tokens that are finite in both passes."""
     return name in OF_TOKENS or (name in KINDS and KINDS[name][0] == MISMATCH)
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run; None if the trace has no value. Recorded infinities become NaN."""
+    """Read one of FIGURES for the open run, or None without a value. Recorded infinities become NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -94,7 +88,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return a metric at the steps that have a value; None if the trace has no value.
+    """Return a metric at the steps that have a value, or None if none has.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """
@@ -123,17 +117,16 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 GAP = 0.06
-"""Mean |d| of a step, in nats, above which the mismatch can bias a run."""
+"""The mismatch can bias a run above this mean |d| in a step (nats)."""
 UNEQUAL = 0.05
-"""Share of repeated responses with a different reward above which the rewards contradict each other."""
+"""Rewards contradict each other above this share of repeated responses with a different reward."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Steps in a row for which the mismatch or the gradient norm must exceed its level before the alert fires."""
+"""Consecutive steps above the level before a mismatch or gradient norm alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
-    """[n] True where mean |d| has exceeded GAP for TIMES steps in a row."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
@@ -142,21 +135,17 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """[n] True where the learning rate exceeds RATE times the largest earlier median of five steps in a row."""
+    """[n] True above RATE times the largest earlier five-step median."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """[n] True where the gradient norm has exceeded NORM times its usual value for TIMES steps in a row.
-
-    The usual value is the median over the 20 steps that ended 5 steps earlier.
-    """
+    """[n] True after TIMES steps above NORM times the usual value, a 20-step median ending 5 steps earlier."""
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """[n] True where this flag and the `times` - 1 flags before it are all true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)
@@ -164,7 +153,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return [n] medians of the `window` values that end `gap` steps before each step; NaN if there are too few."""
+    """Return [n] medians over `window` values ending `gap` steps before each step, or NaN if there are too few."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]
@@ -175,6 +164,5 @@ def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
 
 
 def logarithm(values: Array) -> Array:
-    """Return natural logarithms; NaN for values without one."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(values > 0, np.log(values), np.nan)

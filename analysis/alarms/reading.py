@@ -1,10 +1,4 @@
-"""Published alert levels, and the evaluation of every alert rule at every step of a run.
-
-Published levels apply to the value that a framework logs at a single step, so one step beyond the level makes an alert
-fire.
-
-Shapes: n steps with a value.
-"""
+"""Published levels apply to values logged at a single step, so one step beyond the level makes an alert fire."""
 
 from __future__ import annotations
 
@@ -44,19 +38,19 @@ _MEASURED = "docs/evidence/alerts.md"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     who: str
-    """Framework or paper that published the level; `tim-trace` for its own rules."""
+    """Framework or paper that published the level, or `tim-trace`."""
     metric: str
-    """A per-step metric; see alarms.figures."""
+    """A per-step metric (see alarms.figures)."""
     definition: str
     level: float | None
-    """In units of the metric; None if `rule` states the condition as text."""
+    """In the metric's unit, or None if `rule` states the condition as text."""
     rule: str = ""
     above: bool = True
     """False if the alert fires below the level."""
     of_size: bool = False
     """True to compare the metric's absolute value."""
     summary: str
-    """What the source says about a run that exceeds the level."""
+    """What the source says about runs beyond the level."""
     source: str
     of_mismatch: bool = True
     """False if the alert concerns rewards or the optimizer."""
@@ -68,7 +62,7 @@ class Alarm:
 
     @property
     def gate(self) -> str | None:
-        """The equivalent condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
+        """The equivalent `gate` condition, e.g. `tim.k3>0.001 any step`, or None without a level."""
         metric = f"|{self.metric}|" if self.of_size else self.metric
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 
@@ -88,18 +82,18 @@ ALARMS = (
     ),
     Alarm(
         who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
-        summary="a few tokens have most of the weight", source="verl docs, rollout correction",
+        summary="a few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
-        summary="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
+        summary="the sample is plotted (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL in the docs", level=1.0,
+        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
@@ -115,11 +109,11 @@ ALARMS = (
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=1e-3,
+        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
         summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
+        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
         summary="in the paper's high-mismatch group, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
@@ -136,16 +130,14 @@ ALARMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReading:
-    """One alert rule, evaluated over the steps of a run."""
-
     alarm: Alarm
     own: float | None
-    """The metric's value at `worst_step`; None if the rule has no single value."""
+    """The metric's value at `worst_step`, or None if the rule has no single value."""
     is_raised: bool
     worst_step: int | None
-    """Step whose value exceeds the level most or comes closest to it; None if no step has a value."""
+    """Step that exceeds the level most or comes closest, or None without values."""
     first_step: int | None = None
-    """First step at which the alert fires; None if it never does."""
+    """First step where the alert fires, or None."""
     first_value: float | None = None
     last_step: int | None = None
     num_steps: int = 0
@@ -157,11 +149,10 @@ class AlarmReading:
 class AlarmReadings:
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
-    """Published rules whose metric the trace lacks."""
+    """Published rules for metrics missing from the trace."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Rules that fire, ordered by the first step at which they fire."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
@@ -169,10 +160,7 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate published levels, tim-trace's own rules, and rules for values that are not finite.
-
-    If `series` covers only part of the run, `whole` has the series of the whole run.
-    """
+    """Evaluate every rule. `whole` covers all steps if `series` covers only some."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -210,9 +198,8 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Evaluate tim-trace's own four rules at the steps `at`. The rules also use earlier steps."""
     signs = (
-        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
+        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch this large can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike in the learning rate", False),
         (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
@@ -254,9 +241,9 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
     series_of_run = (
-        ("reward", "most rewards of a step", "nothing can be learned from this step"),
-        ("grad_norm", "the logged grad_norm", "the update of this step was not finite"),
-        ("loss", "the logged loss", "the update of this step was not finite"),
+        ("reward", "most rewards in a step", "nothing can be learned from this step"),
+        ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
+        ("loss", "the logged loss", "this step's update was not finite"),
     )
     for name, definition, summary in series_of_run:
         if name in series:
@@ -270,10 +257,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
-    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run.
-
-    `of_tokens` are the results of `read_token_figures`; if None, they are read.
-    """
+    """Evaluate every rule at the selected steps. `of_tokens` are `read_token_figures` results, or None to read them."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

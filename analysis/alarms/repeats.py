@@ -1,5 +1,3 @@
-"""Share of repeated responses that received a different reward."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,19 +12,16 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Number of steps over which the share is computed."""
+"""Number of steps per window."""
 FEWEST = 20
-"""Minimum number of repeated responses in a window; if there are fewer, the share is reported as 0."""
+"""Minimum number of repeated responses in a window. With fewer, the share is 0."""
 
 
 class Repeats:
-    """Hashes and rewards of a run's responses, by step."""
-
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of the open steps, after discarding what was stored for `steps`."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -39,7 +34,6 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -50,11 +44,9 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, per step, the share of repeated responses whose reward differs from that of the previous occurrence.
+    """Return the share of repeated responses with a new reward over the WINDOW steps up to each step.
 
-    Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
-    hash of prompt and response. Each share covers the WINDOW steps up to its step, and is 0 if they have fewer than
-    FEWEST repeated responses.
+    In recording order, `place` [N] is the ascending step index and `whole` [N] a hash over prompt and response.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

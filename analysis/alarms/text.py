@@ -17,13 +17,11 @@ def fired(num_raised: int, num_judged: int) -> str:
 
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Render a reading's value, formatted by `number`, and its step. The reading must have a value."""
     assert reading.own is not None
     return f"{'' if reading.worst_step is None else 'worst: '}{number(reading.own)} at {taken_over(reading).removeprefix('worst ')}"
 
 
 def since(reading: AlarmReading) -> str:
-    """State when an alert fires; empty if it never does."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:
@@ -41,7 +39,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a reading as JSON, with the `gate` condition that fails when the alert fires."""
+    """Return a reading as JSON. Its `gate` condition fails when the alert fires."""
     return {
         "gate": reading.alarm.gate, "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

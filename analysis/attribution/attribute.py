@@ -1,5 +1,3 @@
-"""Find the cause of a collapse or slow decline, from one run or from a run and its baseline."""
-
 from __future__ import annotations
 
 import os
@@ -39,9 +37,9 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Features of differences in the configuration. They are considered even if the data differ earlier."""
+"""Configuration differences, considered even if the data differ earlier."""
 FELL_TOO = 0.6
-"""The baseline is considered to have collapsed too if its relative drop exceeds this fraction of the run's."""
+"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(
@@ -54,15 +52,14 @@ def attribute(
 ) -> Attribution:
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
-    The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with a
-    probability, the evidence for and against it, and the cheapest replay or rerun that would settle it. One run alone
-    gives only an observation: the first change need not be the cause. `control` is a baseline run with the same seeds
-    and one change, ideally an exact engine. With a baseline, the first difference is an intervention, and a run that
-    does not rise with the baseline has a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
+    The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
+    evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation:
+    the first change need not be the cause. `control` is a baseline run with the same seeds and one change, ideally an
+    exact engine. It turns the first difference into an intervention, and a run that does not rise with it has a `flat`
+    drop. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not reported as the
-    answer. Earlier steps are still used as evidence, and so is the rest of the run if it collapses by the last selected
-    step.
+    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not the answer. Earlier
+    steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -79,7 +76,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases. `checked` is the run's `check` result, if it was computed before."""
+    """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -95,7 +92,6 @@ def _alone(facts: Facts) -> Attribution:
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
-    """Judge a run against its baseline. If both collapsed, use only facts that both runs have."""
     shares = shares_prompts(facts, control)
     if shares:
         facts = facts.beside(control)
@@ -174,11 +170,11 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Names under which facts store the value before and after a change; the view shows the first one present."""
+"""Fact values that may hold the value before and after a change. The view shows the first one present."""
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`: per run, strongest first; no rows for runs without a drop."""
+    """Return the SQL view `facts`, strongest first in each run. Runs without a drop have no rows."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))
@@ -197,7 +193,6 @@ _FEWEST_STEPS = 3
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
-    """Return the facts as if the run had dropped at `step`."""
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
@@ -224,7 +219,6 @@ def broken_steps(facts: Facts) -> Iterator[int]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the step from which responses end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -239,12 +233,12 @@ def ending_step(rollouts: Rollouts) -> int | None:
 _NEXT = {
     "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
     "reward": "score the recorded responses around the drop again with the verifier, and compare with sequences.reward",
-    "pairing": "compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
-    "entropy": "rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
+    "pairing": "for one step, compare seq_id across rewards, advantages and logprobs where the trainer builds its batch",
+    "entropy": "rerun with a different entropy term (sign or size) or a higher clip bound (clip_high 0.28)",
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
     "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
-    "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
-    "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
+    "reference": "rerun from the last version before the drop with KL coefficient 0 and everything else unchanged",
+    "advantages": "recompute one step's advantages from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
 
 
@@ -276,7 +270,6 @@ def _next(facts: Facts, suspect: str) -> Advice:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: the finding of `check`, corrected by when the mismatch began and whether it grew."""
     first = facts.checked.findings[0] if facts.checked else None
     if first is not None and first.signal == "engine_weights":
         return str(first.numbers["cause"])

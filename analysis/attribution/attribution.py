@@ -1,5 +1,3 @@
-"""The result of `attribute`: the drop in a run and its suspected causes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ class Evidence(Statement):
     """Evidence for or against a suspect. `code` is a key in text.EVIDENCE or text.DIFFERENCES."""
 
     points: float
-    """What it adds to the suspect's log odds (natural logarithm); negative if it is evidence against the suspect."""
+    """Contribution to the suspect's log odds (natural log). Negative for evidence against it."""
 
 
 SUSPECTS = {
@@ -31,7 +29,7 @@ SUSPECTS = {
     "data": "a change in the prompts",
     "truncation": "truncated responses",
     "reference": "the KL term or its reference model",
-    "advantages": "the sign, scale or baseline of the advantages",
+    "advantages": "advantages with a wrong sign, scale or baseline",
     "entropy": "entropy collapse or explosion",
     "length": "response length",
     "unknown": "something else",
@@ -40,22 +38,22 @@ _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""What to fix for each suspect: a component, named as in `check`, or `data`."""
+"""What to fix for each suspect: `data` or a component named as in `check`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix, by the code of the evidence, which is conclusive because it compares identical prefixes or rows."""
+"""What to fix, by evidence that is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A possible cause of a collapse; `code` is a key in SUSPECTS."""
+    """A possible cause. `code` is a key in SUSPECTS."""
 
     code: str
     detail: str = ""
-    """The kind of mismatch, as a code of a `check` finding; empty for other suspects."""
+    """The kind of mismatch (a `check` finding code). Empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
     next: Advice = field(default_factory=Advice)
@@ -92,7 +90,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """The likely cause if the run got worse without a drop in its rewards, which only an evaluation would show."""
+    """The likely cause if the run got worse without a drop in rewards. Only an evaluation would show that."""
 
     suspects: tuple[Suspect, ...]
     """Most probable first. `unknown` is missing if identical responses get a different reward from `step` on."""
@@ -109,8 +107,6 @@ MAX_PROBABILITY_CLEARED = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
-    """A series whose recorded values are all NaN or infinite from `step` on."""
-
     series: str
     step: int
 
@@ -128,20 +124,19 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given. Evidence may come from other steps too; see `facts.changes.known_run`."""
+    """The `steps` option as given. Evidence may also come from other steps (see `facts.changes.known_run`)."""
     control: str | None
     kind: str
     """`intervention` if both runs begin with the same prompts and, after a drop, their differences point to one
-    suspect; else `observation`."""
+    suspect, else `observation`."""
     num_steps: int
     outcome: str
-    """The series judged: an evaluation if one was logged, else the reward; empty without either."""
+    """Series used to detect a drop: a logged evaluation, else the reward. Empty without either."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes in or shortly before the onset interval: largest first, consequences of other changes last. Empty without
-    a drop."""
+    """Changes in or shortly before the onset interval: largest first, consequences last. Empty without a drop."""
     suspects: tuple[Suspect, ...]
-    """Most probable first; empty without a drop."""
+    """Most probable first. Empty without a drop."""
     facts: tuple[Fact, ...] = ()
     supposed: SupposedCause | None = None
     later: Fall | None = None
@@ -168,7 +163,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect that outweighs all others together; None without one."""
+        """Code for the suspect that outweighs all others together, or None."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
@@ -176,6 +171,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect other than `unknown`; None below MIN_PROBABILITY_OF_SUSPECT."""
+        """The most probable suspect except `unknown`, or None below MIN_PROBABILITY_OF_SUSPECT."""
         named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
         return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

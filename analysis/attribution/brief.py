@@ -1,5 +1,3 @@
-"""Render an attribution as a brief for someone who continues the search: verdict, facts, and SQL for open questions."""
-
 from __future__ import annotations
 
 import shlex
@@ -8,7 +6,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum number of characters in the table of facts, which keeps the whole brief to about 4,000 tokens."""
+"""Maximum number of characters in the facts table. Keeps the whole brief to about 4,000 tokens."""
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0
@@ -24,7 +22,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
-    "pairing": ("Do advantages still follow the rewards of their own rows?",
+    "pairing": ("Do advantages still follow the rewards in their own rows?",
         "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
@@ -34,7 +32,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "reference": ("Did the distance to the reference or the KL coefficient change?",
         "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
-    "advantages": ("Did the sign, scale or mean of the advantages change?",
+    "advantages": ("Did the advantages change in sign, scale or mean?",
         "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "
         "WHERE {near} GROUP BY step ORDER BY step"),
     "entropy": ("Does the entropy change before the reward?",
@@ -69,7 +67,7 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    lines = ["Facts, strongest first (strength from 0 to 1; whether each came before, at or after the drop):"]
+    lines = ["Facts, strongest first (strength from 0 to 1, timing relative to the drop):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:
@@ -88,7 +86,6 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
 
 
 def _onset(result: Attribution) -> tuple[int, int] | None:
-    """Return the first and last step at which the drop, or the change that may hide a drop, may have begun."""
     if result.fall is not None:
         return result.fall.step, result.fall.latest
     change = result.supposed

@@ -1,9 +1,7 @@
 """Find the first difference between a run and its baseline.
 
-The runs are identical before the first difference, so it must have caused all later ones. Within a step, differences
-are looked for in the order of the data: prompts, sampled responses, rewards, reference, advantages, updated weights.
-
-Shapes: N sequences in a step, T tokens in a response.
+The runs are identical before it, so it must have caused all later ones. Within a step, data are compared in causal
+order: prompts, sampled responses, rewards, reference, advantages, updated weights.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
 _ROUNDING = 1e-9
-"""Largest difference, in nats, that summation order causes between the mean logprobs of bitwise identical runs."""
+"""Largest difference (nats) caused by summation order between mean logprobs in bitwise identical runs."""
 _EXACT = 5
 """After this many bitwise identical steps, even the smallest difference is real."""
 
@@ -33,10 +31,10 @@ _EXACT = 5
 class Divergence:
     code: str
     step: int
-    """First step that differs or, if the weights differ, the step whose update made them differ."""
+    """First step that differs. For weights, the step with the update that made them differ."""
     num_before: int
     is_sudden: bool = True
-    """True if the weights were bitwise identical before; False if the runs drifted apart through rounding."""
+    """True if the weights were bitwise identical before, False if the runs drifted apart through rounding."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
@@ -45,7 +43,7 @@ class _Step:
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of the step's prompts that both runs have. They can differ if the trainer selects prompts by reward."""
+    """Share of prompts found in both runs. They can differ if the trainer selects prompts by reward."""
 
     @property
     def equal_N(self) -> np.ndarray:
@@ -87,8 +85,6 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return the code and numbers of the first difference within a step. Mean logprobs differ if they are at least
-    `least` nats apart."""
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")
@@ -157,7 +153,6 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """True if the number of rows with a different reward is about what a shuffle within groups would give."""
     groups = (b.reward[b.group == group] for group in np.unique(b.group))
     counts = (np.unique(rewards, return_counts=True)[1] for rewards in groups)
     by_chance = [1 - float(((count / count.sum()) ** 2).sum()) for count in counts]

@@ -1,5 +1,3 @@
-"""Facts: observations about a run, or about how it differs from its baseline."""
-
 from __future__ import annotations
 
 import math
@@ -13,14 +11,14 @@ from ..statement import Measured, Statement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact(Statement):
-    """An observation. `code` is a key in text.EVIDENCE or text.DIFFERENCES."""
+    """`code` is a key in text.EVIDENCE or text.DIFFERENCES."""
 
     level: float
     """Strength from -1 to 1."""
     group: str = ""
-    """Distinguishes facts with the same code, e.g. the suspect that a changed setting belongs to."""
+    """Distinguishes facts with the same code, e.g. by a changed setting's suspect."""
     kind: str = ""
-    """Name shared by codes that the model treats as one feature; usually empty."""
+    """Name shared by codes that form one feature in the model. Usually empty."""
 
     @property
     def feature(self) -> str:
@@ -42,7 +40,7 @@ def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: 
 
 
 def of_ratio(after: float, before: float, most: float) -> float:
-    """Convert a ratio to a level, logarithmically: 1 if `after` >= `most` * `before`, -1 if `before` >= `most` * `after`."""
+    """Convert a ratio to a logarithmic level: 1 if `after` >= `most` * `before`, -1 if `before` >= `most` * `after`."""
     if not (math.isfinite(after) and math.isfinite(before)) or min(after, before) < 0:
         return 0.0
     return float(np.clip(math.log((after + 1e-12) / (before + 1e-12)) / math.log(most), -1.0, 1.0))

@@ -1,8 +1,5 @@
-"""Collect the facts of a run, and weigh them with a fitted model.
-
-model.json holds two multinomial logistic regressions: one for a run alone, one for a run with a baseline.
-benchmarks/laboratories/left_out.py fits them on benchmark runs whose cause is known.
-"""
+"""model.json has two logistic regressions (with and without baseline), fitted by
+benchmarks/laboratories/left_out.py."""
 
 from __future__ import annotations
 
@@ -40,12 +37,11 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
-"""(explaining features, features that they explain away), applied in this order. Any declared lag explains old weights
-completely."""
+"""(explaining features, features explained away), applied in order. Any declared lag fully explains old weights."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return the strongest fact of each feature, weakened by the share that other facts explain."""
+    """Return each feature's strongest fact, weakened by the share explained by other facts."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -69,7 +65,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline (the first one, then the others by strength), and where they diverge."""
+    """Return a run's differences from its baseline (first the earliest, then by strength) and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -78,7 +74,7 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference, or None if it came after the drop, grew out of rounding, or is due to the seed."""
+    """Return the first difference, or None if it follows the drop, grew from rounding, or is due to the seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted
@@ -107,7 +103,7 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects, most probable first. Points of evidence are log odds relative to the mean over all suspects."""
+    """Return all suspects, most probable first. Evidence points are log odds relative to the mean over suspects."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
@@ -128,11 +124,11 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are near ties if a fact supports each at least this much, relative to the one it supports most."""
+"""Suspects are near ties if a fact supports each by at least this fraction of its strongest support."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect that a fact supports most; of near ties, the most probable one. `unknown` without support."""
+    """Return the suspect a fact supports most (in a near tie, the most probable), or `unknown`."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

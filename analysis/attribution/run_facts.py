@@ -1,5 +1,3 @@
-"""The facts that an attribution needs, each read from the trace on first use."""
-
 from __future__ import annotations
 
 import math
@@ -31,11 +29,9 @@ from . import thresholds as t
 from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
-"""Largest and smallest number of steps compared on each side of a step at which advantages stop following rewards."""
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Steps before and after a drop in which rewards are compared with lengths, and the number needed on each side."""
+"""Steps before and after a drop used to compare rewards with lengths, and the minimum needed on each side."""
 _ENOUGH = 20
-"""If at least this many steps precede a drop, only the first half of them represents the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +69,7 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """For each input, the latest abrupt, permanent and certain change long before the drop.
-
-        A changed reward or prompt may take many updates to show its effect.
-        """
+        """Inputs that changed abruptly and permanently long before the drop. Their effect may take many updates."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -130,8 +123,7 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Rewards of identical responses since the onset, or since the end of the onset's interval if only those after
-        it are misplaced."""
+        """Repeated responses since the onset, or since the end of its interval if only later rewards are misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -144,7 +136,7 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop; with enough steps, only their first half, because the cause may begin before the drop."""
+        """Sequences before the drop. With enough steps, only the first half, as the cause may begin earlier."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -194,7 +186,7 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step that length explains, before and after the onset, if it rises enough."""
+        """Reward variance explained by length within a step, before and after the onset, if it rises enough."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -225,11 +217,7 @@ class Facts:
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
-        found = (
-            relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
-            if first <= last
-            else None
-        )
+        found = relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
         if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
@@ -250,7 +238,7 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward at the onset, within groups if lengths vary there; NaN if it is too low."""
+        """Correlation between length and reward at the onset (within groups if lengths vary), or NaN if too low."""
         for part in (self.around_fall(), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
@@ -261,7 +249,7 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """The step, up to the drop, at which advantages stop following rewards within groups."""
+        """The step up to the drop where advantages stop following rewards within groups."""
         if self.fall is None:
             return None
         steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")
@@ -297,10 +285,7 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels.
-
-        Without a drop, locate the step at which the run stops rising along with the baseline.
-        """
+        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels."""
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall
@@ -328,7 +313,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace, and run `check` on it unless it is a baseline or `checked`; raises DamagedTrace."""
+    """Read a trace's facts. Runs `check` unless it is a baseline or `checked` is given. Raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else timeline.known_run(database, pair)
@@ -348,7 +333,6 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the first step with a mismatch of BEGUN times its size at the drop or, if larger, a tenth of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

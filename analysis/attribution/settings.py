@@ -1,5 +1,3 @@
-"""Assign settings to suspects by their names."""
-
 from __future__ import annotations
 
 import re
@@ -24,7 +22,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Words in the names of settings, by suspect; the first match decides. Norm clipping belongs to the optimizer."""
+"""Words in setting names by suspect. The first match decides. Norm clipping belongs to the optimizer."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -44,7 +42,7 @@ _MEASURED = (
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, or `unknown`. The last part of the name is tried first."""
+    """Return a setting's suspect, or `unknown`. The last part of the name takes precedence."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):

@@ -1,5 +1,3 @@
-"""Render an attribution as text and as JSON; every sentence about evidence is here."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -28,41 +26,41 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
-    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): these tokens are not sampled from the logprobs that the engine returns",
+    "not_sampled_so": "since the drop, sampled tokens have a mean -logprob of {surprisal:.2g} nats but an entropy of only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "endings_change": "starting at step {step}, up to {share:.0%} of the responses end with tokens that rarely ended a response before ({before_share:.0%}): they are cut off",
+    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}): they are cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
-    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as it does under a strong KL term",
+    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
+    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
-    "engine_stands_still": "of {num_openings:,} repeated prefixes, {still_share:.0%} have the same engine logprobs as at earlier steps, bit for bit, and {trainer_share:.0%} have the same trainer logprobs: the engine gets no new weights",
-    "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
-    "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is {mean_abs_d:.2g} nats",
-    "earlier_weights_of_step": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's at step {version}: the engine kept those weights",
-    "earlier_weights_at_distance": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
-    "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for {num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
-    "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
-    "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that lag a few updates behind",
+    "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} identical trainer logprobs: the engine gets no new weights",
+    "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
+    "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the scoring weights, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
+    "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes: the engine kept those weights",
+    "earlier_weights_at_distance": "where engine and trainer differ, the engine's logprobs match the trainer's {version} steps earlier for {share:.0%} of {num_agreeing:,} prefixes",
+    "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
+    "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step: it gets new weights",
+    "mismatch_steady": "the mismatch appears with the first updates and then stays constant: the weights may lag a few updates behind",
     "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
-    "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
+    "update_size": "an update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
-    "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards, {mean_difference:.2g} apart on average",
+    "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, differing by {mean_difference:.2g} on average",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: the reward measures something else",
-    "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with {order}, only {unequal_ordered_share:.0%} do",
-    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
-    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-    "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
+    "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, but only {unequal_ordered_share:.0%} with {order}",
+    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
+    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
+    "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
-    "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
+    "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, consistent with an entropy bonus",
     "entropy_collapses": _ENTROPY + "it drops together with the outcome, before the policy has learned to be certain",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
-    "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
+    "length_explains_rewards": "since the drop, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
@@ -70,30 +68,30 @@ EVIDENCE: Mapping[str, str] = {
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentences about a run, by code of the fact; those in DIFFERENCES are about a run and its baseline."""
+"""Sentences about a run by fact code. DIFFERENCES has those about a run and its baseline."""
 
 _FIRST = "first difference at step {step}: "
 _EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": _FIRST + "the prompts",
-    "responses_cut_off": _EQUAL + "; the other responses stop where the baseline's continue",
+    "responses_cut_off": _EQUAL + " and the others stop where the baseline's continue",
     "sampling_parts": _EQUAL + ", although both engines return the same logprobs",
-    "tool_parts": _EQUAL + "; the other responses first differ in tokens that were not sampled",
+    "tool_parts": _EQUAL + " and the others first differ in tokens that were not sampled",
     "engine_parts": _FIRST + "for identical tokens the engine's logprobs differ (by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": _FIRST + "for identical tokens the trainer's logprobs differ (by {apart:.2g} nats) but the engine's do not",
     "rewards_part": _FIRST + "{share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": _FIRST + "the rewards are the baseline's in a different order",
     "rewards_by_length_part": _FIRST + "{share:.0%} of identical responses get a different reward, and the difference depends on their length (correlation {correlation:.2f})",
-    "rewards_of_last_step_part": _FIRST + "the rewards are those of the previous step",
-    "advantages_or_rewards_part": _FIRST + "identical responses have different advantages; their rewards were not recorded",
+    "rewards_of_last_step_part": _FIRST + "the rewards come from the previous step",
+    "advantages_or_rewards_part": _FIRST + "identical responses have different advantages (rewards not recorded)",
     "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
     "advantages_part": _FIRST + "identical responses with equal rewards have different advantages",
     "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields weights whose logprobs differ by {apart:.2g} nats per token",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update at step {step} yields different weights than the baseline's from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
+    "update_or_loss": "the update at step {step} yields different weights than in the baseline from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
@@ -104,9 +102,9 @@ NOTES: Mapping[str, str] = {
     "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
-    "other_prompts": "the first steps of the run and its baseline have different prompts, so their differences are only an observation; for an intervention, "
+    "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
     "rerun with the same seeds and data",
-    "no_difference": "the traces of the run and its baseline show no difference, yet the run does worse",
+    "no_difference": "the traces show no difference between the run and its baseline, yet the run does worse",
 }
 
 
@@ -128,7 +126,7 @@ def verdict_sentence(result: Attribution) -> str:
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop in {result.outcome} before that." if result.outcome else ""
-        return f"{broken}; these steps carry no information.{before}"
+        return f"{broken}. These steps carry no information.{before}"
     if not result.outcome:
         return "Cannot detect a collapse: rewards or evaluations were recorded at fewer than three steps."
     if result.fall is None:

@@ -1,47 +1,44 @@
-"""Thresholds for the facts of an attribution, with the reason for each.
-
-Those shared with other commands are in facts/thresholds.py, those for finding a drop in facts/series.py.
-"""
+"""Thresholds for `attribute`. Others are in facts/thresholds.py and facts/series.py."""
 
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
-"""Responses are cut off if at least this fraction of a step's responses end early on an unusual token."""
+"""Responses count as cut off if at least this fraction per step end early on an unusual token."""
 OF_NO_SCATTER = 10.0
-"""A change in an input is deliberate if it is at least this many standard deviations."""
+"""An input change of at least this many standard deviations is deliberate."""
 BEGUN = 0.1
-"""The mismatch has begun once it reaches this fraction of its size at the onset of the drop."""
+"""The mismatch has begun once it reaches this fraction of its size at the drop's onset."""
 LAG_GROWS = 2.0
-"""The engine is too far behind at this multiple of its usual lag; slow sequences increase the lag by less."""
+"""The engine is too far behind at this multiple of its usual lag. Slow sequences increase the lag by less."""
 LEARNED = 0.1
-"""Fraction of the run, from its start, that shows what is normal, such as the lag."""
+"""Initial fraction of the run that shows what is normal, such as the lag."""
 WAS_THERE = 0.5
-"""Noise in the reward is not the cause if more than this fraction of it preceded the drop."""
+"""Reward noise is not the cause if more than this fraction preceded the drop."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Advantages follow rewards if they correlate above this within a step; a critic may remove most of the reward."""
+"""Advantages follow rewards if they correlate above this within a step. A critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
-"""Advantages agree with rewards above this correlation within groups; clipping leaves it above 0.8."""
+"""Advantages agree with rewards above this correlation within groups. Clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""Fraction of responses whose reward may change although the verifier is the same."""
+"""Fraction of rewards that may change under the same verifier."""
 FEW_CHANGED = 10
-"""Number of responses that must get a different reward before the verifier counts as changed."""
+"""Minimum number of changed rewards before the verifier counts as changed."""
 ABRUPT = 10.0
-"""The mismatch jumps if it grows by at least this factor in one step; training alone makes it grow by less."""
+"""The mismatch jumps if it grows by this factor in one step. Training alone causes less."""
 MISMATCH_DIFFERS = 3.0
-"""The mismatches of two runs differ from this ratio on; with the same engine, the ratio reaches 1.5 by chance."""
+"""The mismatch differs between two runs from this ratio on. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""A smaller mean |d|, in nats, is harmless; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
+"""A smaller mean |d| (nats) is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several months."""
 MIXED = 0.5
-"""Rewards are mixed up if at least this fraction of the rows that a shuffle within groups would change is different."""
+"""Minimum ratio between changed rewards and those a shuffle within groups would change, for rewards to be mixed up."""
 MANY_SHARED = 0.3
-"""If the runs share fewer of a step's prompts than this fraction, only their weights are compared."""
+"""If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Minimum sequences with shared prompts in a step. Trainers that drop groups with equal rewards differ in prompts."""
+"""Minimum number of sequences with shared prompts. Trainers that drop groups with equal rewards differ in prompts."""
 MOSTLY_CUT = 0.8
-"""A length limit is the reason if at least this fraction of the responses that differ just end early."""
+"""A length limit is the reason if at least this fraction of differing responses just end early."""
 LENGTH_SHARE = 0.5
-"""At least this fraction of a step's responses gets a different reward if the reward starts to depend on length."""
+"""Minimum fraction of rewards per step that differ if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if its explained variance rises from below the first to at least the second."""
+"""Rewards start to depend on length if the variance it explains rises from below the first value to the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Minimum difference, in nats, of a response's mean logprobs under different weights; fp32 kernels cause 1e-7."""
+"""Minimum difference (nats) between a response's mean logprobs under different weights. fp32 kernels cause 1e-7."""

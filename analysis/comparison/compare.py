@@ -37,19 +37,18 @@ def compare(
 ) -> Comparison:
     """List the differences between two runs, earliest first, with the step at which each begins.
 
-    Compares settings, sampling settings, the most frequent contract of each pass and step, and over the shared steps:
+    Compares settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
 
-    - prompts, and responses to identical prompts;
-    - logprobs, bit for bit, of the tokens before two responses to one prompt diverge;
-    - rewards of identical responses, with a tolerance of 1e-6 of the largest reward;
-    - advantages of identical responses whose groups received the same rewards in both runs;
-    - policy-version lags;
-    - every series of `dynamics`: the difference between the runs is split at change points, and reported from the first
-      segment whose mean exceeds 4.5 standard errors.
+    - prompts, and responses to identical prompts
+    - logprobs, bit for bit, until two responses to one prompt diverge
+    - rewards for identical responses (tolerance 1e-6 times the largest reward)
+    - advantages for identical responses in groups with the same rewards in both runs
+    - policy-version lags
+    - every series in `dynamics`: the difference is split at change points, and reported from the first segment with a
+      mean above 4.5 standard errors
 
-    Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
-    `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
-    compared.
+    Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the passes
+    in the mismatch. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
 
     Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -87,7 +86,6 @@ def compare(
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Sort by step, then by kind in causal order, then series by size, those without noise first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 

@@ -1,5 +1,3 @@
-"""Result of comparing two runs, and their differences in settings, sampling and contracts."""
-
 from __future__ import annotations
 
 import json
@@ -26,17 +24,16 @@ KINDS = (
 class RunDifference:
     kind: str
     name: str
-    """Setting, contract field (`pass.field`), pass or series; empty for other kinds."""
+    """Setting, contract field (`pass.field`), pass or series. Empty for other kinds."""
     step: int
-    """First step at which the runs differ; for a series, start of the first segment that differs by more than noise."""
+    """First step where the runs differ (beyond noise for a series)."""
     a: Measured | None
-    """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
+    """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the mean difference on the series' scale, in units of the per-step standard deviation of the
-    difference. None if there is no noise, and for all other kinds."""
+    """Mean difference in a series on its scale, relative to the per-step standard deviation. None without noise."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Shares, counts and the largest difference, by name."""
+    """Shares, counts and the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class Comparison(Result):
     a: str
     b: str
     pair: str
-    """Passes whose mismatch is compared, as a:b."""
+    """The compared mismatch as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
     """Number of steps with sequences in both runs."""
@@ -57,13 +54,13 @@ class Comparison(Result):
     same: tuple[str, ...]
     """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]
-    """Series whose differences are no larger than noise."""
+    """Series that differ only by noise."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be compared, as codes of text.NOTES."""
+    """What could not be compared (codes in text.NOTES)."""
 
     @property
     def first(self) -> RunDifference | None:
-        """Earliest difference; None if the runs do not differ."""
+        """Earliest difference, or None if the runs do not differ."""
         return self.differences[0] if self.differences else None
 
 
@@ -82,7 +79,7 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Values by name and step; each applies until the next listed step."""
+"""Values by name and step. Each applies until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
@@ -125,7 +122,6 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield each field that differs between a pass's most frequent contracts, at the first step where it differs."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

@@ -1,7 +1,4 @@
-"""Compare two runs' series and sequences.
-
-Shapes: n steps with a value in both runs; K pairs of sequences; T tokens of these pairs.
-"""
+"""Shapes: n steps with a value in both runs, K sequence pairs, T tokens in these pairs."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Minimum number of steps to estimate the noise of a difference."""
+"""Minimum number of steps to estimate the noise in a difference."""
 BEYOND_SD = 4.5
-"""Number of standard errors that a mean difference must exceed to be reported. The first step is chosen to maximise the
-difference; the threshold allows for this, with a false-positive rate below 0.5%."""
+"""Standard errors that a mean difference must exceed to be reported. Allows for choosing the first step to maximise the
+difference (false-positive rate below 0.5%)."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so any difference is reported."""
@@ -35,7 +32,7 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ; collect bitwise-equal names in `same` and those within noise in `within`."""
+    """Yield series that differ. Collects bitwise equal names in `same` and names within noise in `within`."""
     for name in a:
         if name not in b:
             continue
@@ -62,7 +59,6 @@ def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
-    """Yield the first step recorded in both runs that has NaN or infinity in only one of them."""
     shared = np.intersect1d(a.steps, b.steps)
     alone = np.intersect1d(np.setxor1d(a.not_finite, b.not_finite), shared)
     if len(alone):
@@ -72,7 +68,6 @@ def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """Return the first segment from index `first` on whose mean difference is significant, or None."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -90,17 +85,15 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the least-squares index at which the values step from 0 to a constant."""
+    """Return the least-squares index for a step from 0 to a constant."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean of `apart_n` in units of the per-step standard deviation: infinity if there is no noise, None
-    if the mean is not significant.
+    """Return the mean relative to the per-step standard deviation, or None if not significant. Infinity without noise.
 
-    The noise is estimated from the whole segment, or from `apart_n` if the segment is short. The mean of a few steps
-    follows Student's t-distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
+    Few steps follow Student's t. Its quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
     (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
@@ -159,7 +152,6 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return a [K] bool mask of the pairs whose whole group has the same responses and rewards in both runs."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):

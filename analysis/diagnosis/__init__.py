@@ -1,1 +1,1 @@
-"""Diagnose a run: collapse, validity of the comparison, cause and size of the mismatch, next commands."""
+"""Diagnose a run: collapse, comparison, mismatch, and next commands."""

@@ -1,5 +1,3 @@
-"""Diagnose a run: its collapse, the validity of the comparison, the mismatch, and the next commands."""
-
 from __future__ import annotations
 
 import json
@@ -56,7 +54,6 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Compare pass b with each replay in place of pass a; the replay that removes most of the mismatch comes first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -122,10 +119,9 @@ def diagnose(
 ) -> Diagnosis:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Combines `attribute` (the collapse and its most probable cause, judged against the baseline `control` if given),
-    `check`, the precision of each side (declared and inferred), published values beside those of the trace, the alerts
-    at every step, and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to
-    part of the run; other steps are still used as evidence, as in `attribute`.
+    Combines `attribute` (against the baseline `control` if given), `check`, declared and inferred precision on each
+    side, published values, alerts at every step, and the effect of recorded replays. `steps` (3:80, -10:, 2:200:2)
+    limits the questions to part of the run. Other steps still serve as evidence.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -160,13 +156,11 @@ def diagnose(
 
 
 def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
-    """Return the sums of each sequence to read; traces do not store the last one, so it is computed or omitted."""
     stored = (*COUNTS, *OF_DIFFERENCES)
     return stored if database.sums.covers(pair) else (*stored, SUM_EXP_ABS_D)
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return jumps in the mismatch that training alone cannot cause; `follows` is a setting that changed at one."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -201,10 +195,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d with published values from healthy runs with the same coarser dtype.
-
-    `verdict` is the code of the first finding of `check`.
-    """
+    """Compare rms d with published values from healthy runs. `verdict` is the code for the first `check` finding."""
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]
     is_equal = verdict == "equal" or own == 0.0
@@ -257,11 +248,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens in the trace, named as in figures and alarms.
-
-    They are derived from sums. If the trace stores the sums, `mean_exp_abs_d` (token_mult_prob_error in NeMo-RL) covers
-    only the tokens that were read individually, because it is not stored.
-    """
+    """Return the metrics over all tokens. `mean_exp_abs_d` covers only sampled tokens if sums are stored."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

@@ -1,4 +1,4 @@
-"""The result of `diagnose`, as codes and numbers; text.py has the sentences."""
+"""The result of `diagnose` as codes and numbers. Sentences are in text.py."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""A replay that removes more than this share of the mismatch identifies its cause."""
+"""A replay identifies the cause if it removes more than this share of the mismatch."""
 ADDS_LITTLE = 0.1
-"""A replay that removes or adds no more than this share is considered to have no effect."""
+"""A replay has no effect if it removes or adds no more than this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The dtypes of pass a and pass b; None if unknown."""
+    """Dtypes for pass a and pass b, or None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
     logits: tuple[str | None, str | None]
-    """dtypes of the logits, inferred from the logprobs; see check.pair_data."""
+    """Logits dtypes inferred from the logprobs (see check.pair_data)."""
     values: tuple[str | None, str | None]
-    """dtypes that the recorded logprobs were rounded to."""
+    """Dtypes that the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +38,24 @@ class FigureComparison:
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if the coarser of the two sides' dtypes is the same as in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal`: no mismatch; `unpublished`: no published value for this dtype; else where `own` is relative to the range."""
+    """`equal` without a mismatch, `unpublished` without a published value for this dtype, else `own` relative to the
+    range."""
     own: float
-    """Root mean square of d, in nats."""
     coarser: str | None
     is_inferred: bool = False
     low: float | None = None
-    """Published range from `low` to `high`, in nats; None for `equal` and `unpublished`."""
+    """`low` to `high` is the published range (nats), None for `equal` and `unpublished`."""
     high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """How much of the mismatch disappears if a replay replaces pass a."""
+    """Change in the mismatch if a replay replaces pass a."""
 
     arm: str
     pair: tuple[str, str]
@@ -64,15 +63,15 @@ class ReplayEffect:
     gap_rms: float
     left_rms: float
     removed: float
-    """Share of the mean squared d that the replay removes; negative if it increases the mismatch."""
+    """Share of mean squared d removed by the replay. Negative if the mismatch increases."""
     low: float | None
-    """Lower end of the 95% interval of `removed` over groups; None, with the reason in `no_interval`, if there is none."""
+    """`low` to `high` is the 95% interval for `removed` over groups. If None, `no_interval` has the reason."""
     high: float | None
     no_interval: str | None
     is_own_engine: bool = False
-    """True if the replay only switched to the engine of pass b."""
+    """True if the replay only switched to pass b's engine."""
     changes: str | None = None
-    """Options of the replay, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
+    """Replay options, e.g. `dtype=fp16,batch-size=1`, or None if not recorded."""
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
@@ -89,7 +88,7 @@ class BrokenSide:
     """What to fix, according to `check` and `attribute` together."""
 
     side: str
-    """A component, as in check.finding.Broken, or `data`."""
+    """`data`, or a component in check.finding.Broken."""
     since: int | None
     by: tuple[str, ...]
     other: str | None = None
@@ -106,7 +105,7 @@ class Diagnosis(Result):
     checked: CheckResult
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
-    """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
+    """Mismatch increases by a factor ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
     size: SizeComparison
@@ -122,7 +121,7 @@ class Diagnosis(Result):
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump in the mismatch that no recorded setting explains; None if the comparison is not valid."""
+        """Largest jump in the mismatch not explained by a recorded setting, or None if the comparison is invalid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property
@@ -156,14 +155,12 @@ _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return the faults in the run's data, without findings that also occur in healthy runs."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )
 
 
 def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; a jump between sampled steps dates it precisely."""
     found = []
     for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
         since = each.numbers.get("since_step", each.numbers.get("since"))

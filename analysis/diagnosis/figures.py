@@ -9,17 +9,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
     metric: str
-    """The `stats` column with the same definition, over tokens with d in nats."""
+    """The `stats` column with the same definition (d in nats)."""
     low: float
     high: float
     dtypes: tuple[str, str]
-    """Of trainer and engine."""
     engines: str
     model: str
     setting: str
     source: str
     is_mixture: bool = False
-    """True for a mixture of experts."""
     is_fault: bool = False
     """True if measured in a run with a fault."""
 
@@ -35,7 +33,6 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric; a single dtype stands for both sides."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)

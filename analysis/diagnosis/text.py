@@ -1,5 +1,3 @@
-"""Render a diagnosis as text."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,10 +18,7 @@ from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_f
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the headline, then one answer per question.
-
-    `verbose` adds tables: the check's evidence, dtypes, published figures, alerts and replays.
-    """
+    """Render the headline, then one answer per question. `verbose` adds tables."""
     found = shown(found)
     parts = [wrapped(story(found), "", width), _answers(found, width)]
     if verbose:
@@ -32,12 +27,11 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 
 def story(found: Diagnosis) -> str:
-    """Return the headline: the first line of `diagnose` and of the report."""
     return story_of_run(found.attribution, found.checked, found.jumps)
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return the headline of a run; `checked` is None without two passes to compare."""
+    """Return a run's headline. `checked` is None without two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -99,7 +93,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Leave out the kind of mismatch if it is `subset` since some step, because the headline already states the step."""
+    """Drop a dated `subset` as the kind of mismatch, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
@@ -193,7 +187,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     if checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
     if not checked.is_valid and not of_mismatch:
-        count += "; the fault does not show in the size of the mismatch"
+        count += ", but the fault does not show in the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count
 
@@ -216,7 +210,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """State the size of the mismatch and, if the comparison is valid, whether it is normal (by `explanation`)."""
+    """Describe the mismatch, and say whether it is normal if the comparison is valid."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

@@ -1,1 +1,1 @@
-"""Find when the series of a run changed, and which changed first."""
+"""Find when a run's series changed, and which changed first."""

@@ -1,5 +1,3 @@
-"""Find when the series of a run changed, which changed first, and how fast the mismatch grows."""
-
 from __future__ import annotations
 
 import math
@@ -44,10 +42,9 @@ def dynamics(
 ) -> Dynamics:
     """Report when each series of a run changed, and which changed first.
 
-    Changes have 95% intervals; if the intervals of two changes overlap, their order is undecided. The result also has
-    the growth rate of k3, and the questions that the trace cannot answer. A collapse is reported at the onset that
-    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; the other steps still help to
-    find changes, as in `attribute`.
+    Changes have 95% intervals. If two overlap, their order is undecided. The result also has the growth rate for k3,
+    and the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps`
+    (3:80, :100, 2:200:2) limits the answer to part of the run. Other steps still help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -103,7 +100,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Series without which some questions cannot be answered."""
+"""Series needed to answer some questions."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -120,7 +117,6 @@ def summarise(
     changes: Mapping[str, Sequence[ChangePoint]], onsets: Sequence[FirstChange], fall: Fall | None,
     growth: Sequence[Growth], num_steps: int, later: Fall | None = None,
 ) -> Iterator[Statement]:  # fmt: skip
-    """Yield the first change, the collapse, planned changes, and the growth of k3 in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
@@ -153,27 +149,22 @@ FEWEST_FOR_GROWTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A line fitted to ln k3 over the steps."""
-
     part: str
     """`run` or `last third`."""
     num_steps: int
     slope: float
-    """Change of ln k3 per step."""
+    """Change in ln k3 per step."""
     low: float
-    """Lower end of the 95% interval of the slope, which accounts for autocorrelation (docs/evidence/intervals.md)."""
+    """`low` to `high` is the slope's 95% interval, allowing for autocorrelation (docs/evidence/intervals.md)."""
     high: float
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Steps until k3 doubles (halves, if negative); None if the interval of the slope contains 0."""
+    """Steps until k3 doubles (halves if negative), or None if the slope's interval contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Fit the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
-
-    No line is fitted across a jump: if k3 jumps, only the steps of the last third after the last jump are fitted.
-    """
+    """Fit k3's growth without a line across jumps. arXiv 2510.18855 predicts a constant factor."""
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)
@@ -209,9 +200,9 @@ class SeriesSummary:
     num_steps: int
     """Number of steps with a value."""
     first: float
-    """Median over the first tenth of the steps, or over the first five if there are fewer than 50."""
+    """Median over the first tenth of the run (at least five steps)."""
     last: float
-    """Median over the last tenth of the steps, or over the last five."""
+    """Median over the last tenth (at least five steps)."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
@@ -220,7 +211,7 @@ class SeriesSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamics(Result):
-    """When the series of a run changed, and in which order."""
+    """When a run's series changed, and in which order."""
 
     _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
@@ -233,12 +224,12 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Codes in text.SUMMARY."""
     fall: Fall | None
-    """The collapse that `attribute` finds; None if it begins after `steps`."""
+    """The collapse found by `attribute`, or None if it begins after `steps`."""
     later: Fall | None = None
     """A collapse that begins after `steps`."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
-    """First change of each series, earliest first."""
+    """First change in each series, earliest first."""
     growth: tuple[Growth, ...]
     unanswered_codes: tuple[Statement, ...]
-    """What the trace cannot answer, as codes in text.UNANSWERED."""
+    """What the trace cannot answer (codes in text.UNANSWERED)."""

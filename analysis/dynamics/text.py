@@ -13,31 +13,28 @@ from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
-    "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows a straight "
-    "line.",
+    "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
-    "first_undecided": "The data do not show which of these changed first: {onsets}.",
-    "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
+    "first_undecided": "Could not determine which changed first: {onsets}.",
+    "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}. Find the cause with tim-trace "
     "attribute.",
     "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
-    "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
-    "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
+    "k3_doubles": "In the last third of the run, k3 doubles every {steps:.3g} steps.",
+    "k3_halves": "In the last third of the run, k3 halves every {steps:.3g} steps.",
 }
 
 UNANSWERED: Mapping[str, str] = {
-    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
-    "no_reward": "no rewards, so learning and reward spread within groups are unknown; record them with "
-    "Recorder.add_sequences(reward=...)",
-    "no_reward_std_within_groups": "no groups of two or more rewards, so their spread is unknown; record group_ids",
-    "no_k3_positive": "no advantages, so the mismatch by sign of advantage is unknown; record them with Recorder.add_sequences(advantage=...)",
-    "no_grad_norm": "no gradient norm; record it with Recorder.add_metrics",
-    "no_update_to_weight": "no optimizer statistics; record them with tim-trace record or Recorder.add_optimizer",
+    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown (see tim-trace info)",
+    "no_reward": "no rewards: pass reward to Recorder.add_sequences to see learning and reward spread within groups",
+    "no_reward_std_within_groups": "no groups with two or more rewards: record group_ids to see the spread within groups",
+    "no_k3_positive": "no advantages: pass advantage to Recorder.add_sequences to see the mismatch by advantage sign",
+    "no_grad_norm": "no gradient norm: record it with Recorder.add_metrics",
+    "no_update_to_weight": "no optimizer statistics: record them with tim-trace record or Recorder.add_optimizer",
     "no_policy_lag": "no policy versions on one or both sides, so the policy lag is unknown",
-    "no_clip_share": "no clipped loss, no advantages or no `current` logprobs, so the clipped share is unknown; record "
-    "the loss with "
-    "Recorder.add_loss",
-    "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
+    "no_clip_share": "no clipped loss, no advantages or no `current` logprobs: record the loss with Recorder.add_loss to "
+    "see the clipped share",
+    "no_changed_weights": "no weights: record with --weights delta to see how much each update changes",
     "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
 
@@ -68,7 +65,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """Describe an onset. A jump takes one step; for a ramp, `after` is the value at the end of the ramp."""
+    """Describe an onset. For a ramp, `after` is its final value."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"
@@ -124,11 +121,11 @@ def dynamics_rows(found: Dynamics) -> Rows:
 
 
 def _broken(steps: tuple[int, ...]) -> str:
-    return f"; NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
+    return f", NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
 
 
 def _rates(found: Dynamics) -> Iterator[str]:
     for part in found.growth:
         rate = f"k3 grows by {part.growth:.3%} per step over the {part.part} (slope of ln k3 {part.slope:.3g}, "
-        doubling = "" if part.doubling is None else f"; a factor of 2 every {part.doubling:.4g} steps"
+        doubling = "" if part.doubling is None else f", a factor of 2 every {part.doubling:.4g} steps"
         yield rate + f"95% CI {part.low:.3g} to {part.high:.3g}{doubling})."

@@ -1,4 +1,4 @@
-"""The timeline of a run, shared by all commands: changes of series, which came first, and the drop in the outcome."""
+"""A run's timeline: changes in series, which came first, and any drop in the outcome. All commands share it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Longer series are averaged over neighbouring steps before they are searched for changes."""
+"""Longer series are averaged over neighbouring steps before the search for changes."""
 
 FEWEST = 12
 
@@ -31,29 +31,24 @@ FEWEST = 12
 @dataclass(frozen=True, slots=True)
 class ChangePoint:
     step: int
-    """First step after the change; for the drop in an outcome, the onset that `attribute` reports."""
+    """First step after the change. For a drop in an outcome, the onset reported by `attribute`."""
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`."""
+    """`low` to `high` is the 95% confidence interval."""
     before: float
-    """Fitted value just before the change, in the unit of the series."""
+    """Fitted value just before the change (original unit)."""
     after: float
-    """Fitted value just before the next change, or at the end of the run."""
+    """Fitted value just before the next change or at the end."""
     size_in_sd: float
-    """after - before on the scale of the series, in standard deviations of its scatter."""
+    """after - before on the series' scale, relative to its scatter."""
     p: float
     """Upper bound on the probability that scatter alone causes a change this large anywhere in the series."""
     kind: str = SHIFT
-    """`shift` if the level jumps; `ramp` if the slope changes, e.g. when a slow decline begins or a rise ends."""
+    """`shift` for a jump, `ramp` for a new slope, e.g. when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the changes of a series, in order, on its own scale.
-
-    An exact least-cost segmentation divides the series into straight segments, so a steady trend is not a change. Costs
-    are in units of the long-run variance, which accounts for autocorrelation, and single outliers are ignored. Each
-    change is then located more precisely, as a jump or as a change of slope.
-    """
+    """Find the changes in a series, fitted as straight segments, so a steady trend is not a change."""
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
     if len(steps) < FEWEST:
@@ -101,7 +96,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Clip to the recorded range, so that a segment of zeros gives exactly 0."""
+    """Clip to the recorded range, so an all-zero segment gives exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -121,7 +116,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Smaller changes, in standard deviations of the scatter, are not reported as first changes."""
+"""Smaller changes, relative to the scatter, are not reported as first changes."""
 
 PLANNED = ("learning_rate",)
 
@@ -216,11 +211,8 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps that may be used to answer a question about the selected steps, and any drop that begins later.
-
-    The whole run may be used if its drop begins by the last selected step, else the run up to that step. The selected
-    steps alone would not show the level before the drop.
-    """
+    """Return the whole run if its drop begins by the last selected step, else the run up to there and the later
+    drop."""
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
@@ -251,7 +243,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale than the reward, such as the fraction of correct answers.
+    # An evaluation's scale may differ from the reward's, e.g. a fraction of correct answers.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -260,12 +252,11 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Prefer the drop in the evaluation, with the reward's onset if its interval is narrower."""
     return of_reward if fall is None else refined(fall, of_reward)
 
 
 _BASE, _FEWEST = 15, 4
-"""Largest and smallest number of earlier steps that a step is compared with."""
+"""Most and fewest earlier steps to compare a step with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
@@ -279,7 +270,7 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return the distance of a value and the next three from the earlier level, in sd; empty if too early."""
+        """Return how far this and the next three values are from the earlier level (sd). Empty if too early."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -300,8 +291,8 @@ _NOT_RECORDED = Quantity(np.empty(0, np.int64), np.empty(0), 0.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
     columns: Mapping[str, Quantity]
-    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`; `sampled` and `trained`: mean logprob of the responses
-    under engine and trainer; `relation`: correlation of likelihood and reward within groups."""
+    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `sampled` and `trained` (the responses' mean logprob
+    under engine and trainer), and `relation` (correlation between likelihood and reward within groups)."""
     first: int
     last: int
 

@@ -1,4 +1,4 @@
-"""Read, for each step, what the policy does not determine: prompts, limits, advantages, the reference, and settings."""
+"""Read each step's inputs: prompts, sampling limits, advantages, reference distance and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PROMPTS = 20_000
 _MOST_SWITCHES = 5
 """A logged number that changes more often is a measurement, not a setting."""
 _HELD = 4
-"""A setting has at least this many identical values between two changes."""
+"""Minimum number of identical values between two changes in a setting."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -41,7 +41,7 @@ FROM (
 )
 GROUP BY ALL ORDER BY step, token
 """
-"""Counts of tokens by position, from the start (0 and up) and from the end (-1 and down) of the prompt."""
+"""Token counts by position: 0 and up from the start, -1 and down from the end."""
 _MOST_PLACES = 12
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
@@ -73,7 +73,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Values are rounded, so that constant ones are identical in any order of summation."""
+"""Rounded, so constant values stay identical in any summation order."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -81,28 +81,24 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between the (position, token) pairs near both ends of prompts and those in the first tenth of the run"),
-    "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of prompts that never occur at that position in the first quarter of the run"),
-    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that occur in no earlier step"),
-    "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
-    "num_sequences": (SAMPLING, LOG, "number of sequences in the step"),
-    "group_size": (SAMPLING, LOG, "mean number of sequences per group"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between (position, token) pairs near both prompt ends and those in the first tenth of the run"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens near the prompt ends never seen at that position in the first quarter of the run"),
+    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not seen at earlier steps"),
+    "longest_response": (LENGTH, LOG, "longest response at this step, tokens"),
+    "num_sequences": (SAMPLING, LOG, "sequences in the step"),
+    "group_size": (SAMPLING, LOG, "mean sequences per group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
-    "advantage_scale": (ADVANTAGES, LOG, "ratio of the standard deviations of advantages and rewards within groups"),
+    "advantage_scale": (ADVANTAGES, LOG, "ratio of advantage to reward standard deviation within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
-    "share_masked": (MASK, LOGIT, "share of response tokens that the loss mask excludes"),
-    "reference_k3": (REFERENCE, LOG, "k3 between the logprobs of trainer and reference, nats"),
+    "share_masked": (MASK, LOGIT, "share of response tokens excluded by the loss mask"),
+    "reference_k3": (REFERENCE, LOG, "k3 between trainer and reference logprobs, nats"),
 }  # fmt: skip
 
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the inputs of the open run by step, and all metrics that are in no other series.
-
-    A series of kind `setting` is a hyperparameter that was recorded several times, or a logged number that rarely
-    changes. Hyperparameters keep their value until a new one is recorded.
-    """
+    """Read the open run's inputs, and metrics not used in another series. Hyperparameters apply until changed."""
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():
@@ -130,10 +126,6 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _places(database: Database) -> dict[str, Column]:
-    """Compare the tokens near both ends of the prompts with those in the first tenth or quarter of the run.
-
-    The steps of that part are NaN. Return nothing if the table of counts would be too large.
-    """
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     rows = database.connection.execute(_PLACES.format(every=every, most=_MOST_PLACES)).fetchnumpy()
@@ -195,7 +187,6 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each stretch of identical values, or of long stretches if it changes often."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -203,7 +194,7 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """True if a setting is constant at first and then changes steadily, like a ramp or a runaway controller."""
+    """True if a setting starts constant and then changes steadily, like a ramp or a controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 

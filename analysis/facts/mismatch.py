@@ -1,4 +1,4 @@
-"""Read the mismatch of a run by step, from stored sums or from tokens, and summarise it around a drop."""
+"""Read a run's mismatch by step, from stored sums or tokens, and summarise it around a drop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUP BY step ORDER BY step
 class StepMismatch:
     columns: list[Series]
     estimate: Series | None
-    """-mean logprob of pass a, an estimate of the entropy in nats; None if the mismatch was read from stored sums."""
+    """Entropy estimated as pass a's mean -logprob (nats), or None if the mismatch comes from stored sums."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
@@ -61,7 +61,7 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
     }
     estimate = None
     if "estimate" in rows and len(n):
-        source = f"estimated as -mean logprob of {pair[0]}, nats"
+        source = f"estimated as the mean -logprob in {pair[0]}, nats"
         estimate = named("entropy", rows["step"], rows["estimate"], source)
     return StepMismatch(columns_of(rows, sources), estimate)
 
@@ -75,7 +75,7 @@ class _StepBatch:
     sums: dict[str, Array]
     abs_d_T: Array
     num_read: int
-    """Number of tokens read, including those that the sums leave out."""
+    """Tokens read, including any left out by the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
@@ -149,11 +149,10 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return |d| of each step's tokens, one array per batch."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of the last sequence in each stretch of one step.
+        # Index of each step's last sequence.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -172,16 +171,15 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """At the onset: the median over the preceding tenth of the run or, if larger, the largest median of three steps around
-    the onset."""
+    """At the onset: the median over the preceding tenth or, if larger, the largest three-step median nearby."""
     first: float
-    """At the first step, which precedes any update if the run was recorded from its start."""
+    """At the first step, before any update if recording began with the run."""
     settled: float
     late: float
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (weights are identical until then), or `later`."""
+        """`from the start`, `with the first updates` (identical weights until then) or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -211,7 +209,6 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """Return the largest running median; a jump at `last` has an effect, but single outliers and later jumps do not."""
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
     if not len(within) or len(around) < _WIDTH:
@@ -221,7 +218,6 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return a mask of the tenth of the run before a drop (at least three steps), or of the whole run without a drop."""
     if fall is None:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)
@@ -232,14 +228,14 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Repeated prefixes are compared if they are at most this many steps apart."""
+"""Maximum number of steps between repeated prefixes to compare."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Largest difference between two means of the same float32 logprobs, in nats."""
+"""Maximum difference between two means over the same float32 logprobs (nats)."""
 _SAME_LOGPROB = 1e-5
-"""Largest difference between the logprobs of an exact engine and its trainer under the same weights, in nats."""
+"""Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
-"""Tolerance for matches at a single step, in nats; matches by chance are rare there."""
+"""Tolerance for matches at a single step (nats), where chance matches are rare."""
 _ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
@@ -261,7 +257,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on; None if too few prefixes repeat."""
+    """Compare repeated prefixes' logprobs from step `first` on, or return None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -274,15 +270,15 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Engine logprobs that differ from the trainer's, looked up among the trainer's earlier logprobs of the same prefix."""
+    """Engine logprobs that differ from the trainer's but may match an earlier trainer step for the same prefix."""
 
     num_pairs: int
     num_equal: int
-    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
+    """Prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Number of matches expected by chance, i.e. found after shifting the logprobs slightly."""
+    """Matches expected by chance, i.e. found after shifting the logprobs slightly."""
     version: int
-    """Trainer step that matches best or, if `is_distance`, how many steps back it is. 0 if none has enough prefixes."""
+    """Best matching trainer step, or steps back if `is_distance`. 0 if none has enough prefixes."""
     is_distance: bool
     agreement: float
     num_agreeing: int
@@ -305,12 +301,9 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's earlier ones.
-
-    Only prefixes that trainer and engine score differently are used, because only one of several replicas may lag. None
-    if none of them was sampled before.
-    """
+    """Look up the engine's prefix logprobs from step `first` on among the trainer's earlier ones, or return None."""
     opening, step, sampled, trained = _first_of_step(rollouts)
+    # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts
@@ -319,7 +312,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     if not len(rows):
         return None
     rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
-    # Pair every row with all earlier rows that have the same prefix.
+    # Pair every row with all earlier rows for the same prefix.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
@@ -340,7 +333,6 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row per prefix and step, sorted: [M] prefix, step, mean engine logprob and mean trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

@@ -1,5 +1,3 @@
-"""Read the series of a run from its passes, sequences, logged metrics and weights."""
-
 from __future__ import annotations
 
 import re
@@ -77,7 +75,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""(column of scores, pass) for the optional columns that a run recorded."""
+"""(column in scores, pass) for the optional columns recorded in a run."""
 
 
 def read_given(database: Database, run: str) -> Given:
@@ -93,15 +91,11 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read the token entropy of `train` or `current`, or estimate it unless `metrics` has a logged entropy.
-
-    The estimate is -mean logprob of pass a; its expected value over samples of the policy is the entropy. Pass `given`
-    if the database has only some of the steps of the run.
-    """
+    """Read or estimate the token entropy. Pass `given` if the database has only some steps."""
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:
-            what = f"mean entropy over the tokens of {name}, nats"
+            what = f"mean token entropy in {name}, nats"
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
         return []
@@ -109,29 +103,26 @@ def read_entropy(
         return [estimate]
     if not passes_with(database, "logprobs", run, of=[pass_a]):
         return []
-    what = f"estimated as -mean logprob of {pass_a}, nats"
+    what = f"estimated as the mean -logprob in {pass_a}, nats"
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Read the number of updates between sampling and loss, and between passes b and a; `given` as in read_entropy."""
+    """Count updates from sampling to loss, and from pass b to pass a. For `given`, see read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
-    # The sequence's policy version is that of the engine's scores, unless they have their own.
+    # A sequence's policy version is also its engine scores' version, unless they have their own.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
-        "policy_lag": f"number of updates between the sampling weights and the weights of {loss}",
-        "version_lag": f"number of updates between the weights of {pair[1]} and those of {pair[0]}",
+        "policy_lag": f"updates from the sampling weights to the {loss} weights",
+        "version_lag": f"updates from the {pair[1]} weights to the {pair[0]} weights",
     }
     return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
 
 
 def read_clipping(database: Database, run: str) -> list[Series]:
-    """Read the share of tokens with an advantage that the recorded loss clips, as defined in analysis.objective.
-
-    In a sequence-level loss, all tokens have the ratio of their sequence.
-    """
+    """Read the share of tokens clipped by the recorded loss (defined in analysis.objective)."""
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
@@ -145,7 +136,7 @@ def read_clipping(database: Database, run: str) -> list[Series]:
         mask=_MASK if has.mask else "",
         masked=" AND mask" if has.mask else "",
     )
-    source = f"share of tokens that {loss.kind} clips by the ratio current / {loss.denominator}"
+    source = f"share of tokens clipped by {loss.kind} (ratio current / {loss.denominator})"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
 
 
@@ -165,20 +156,14 @@ MISMATCH: Pair = ("train", "rollout")
 
 
 def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
-    """Read the series of a run by step, named as in `series.KINDS`; series without data are left out.
+    """Read a run's series by step, named as in `series.KINDS`. Series without data are left out.
 
-    All series have the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch d =
-    logprob(a) - logprob(b), in nats, over tokens in the loss mask with finite logprobs in both passes, at the first use
-    of each sequence. `run` is required if several traces are open.
+    All series share the same steps. `pair` names the passes in the mismatch d = logprob(a) - logprob(b) (nats), taken
+    over tokens in the loss mask with finite logprobs in both passes. `run` is required if several traces are open.
 
-    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative: the same over tokens with positive and negative advantage;
-      ess = (sum w)^2 / (n sum w^2) with w = exp(d).
-    - reward_std_within_groups: standard deviation (n - 1) within groups of two or more, averaged over groups;
-      share_groups_without_spread: share of groups with equal rewards, which give no gradient.
-    - policy_lag: number of updates from the sampling weights to the loss weights; version_lag: from pass b to pass a.
-    - clip_share: share of the tokens with an advantage that the recorded loss clips.
-    - reward: mean over sequences, or the logged value if sequences have no rewards.
-    - changed_weights: share of elements whose bits differ from the last recorded version.
+    - k3 = mean(exp(d) - 1 - d), ess = (sum w)^2 / (n sum w^2) with w = exp(d)
+    - policy_lag: updates from the sampling weights to the loss weights. version_lag: from pass b to pass a
+    - changed_weights: share of elements that differ bitwise from the last recorded version
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -239,7 +224,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Names in the logs of frameworks and the recorder. The first one found in the trace is used."""
+"""Names used by frameworks and the recorder. The first one found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -291,7 +276,7 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
     return found
 
 
-# The order of summation is fixed so that results are bitwise reproducible with several threads.
+# The summation order is fixed to keep results bitwise reproducible with several threads.
 _SEQUENCES = """
 SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
@@ -320,19 +305,19 @@ def read_sampled(database: Database, run: str) -> list[Series]:
     groups = by_step(database, _GROUPS, {"run": run})
     no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
     of_sequences = {
-        "reward": "mean reward of the sequences",
+        "reward": "mean sequence reward",
         "length": "mean response length, tokens",
-        "share_length_limited": "share of responses that ended at the token limit",
+        "share_length_limited": "share of responses ending at the token limit",
     }
     of_groups = {
-        "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
+        "reward_std_within_groups": "reward standard deviation within groups, averaged over groups",
         "share_groups_without_spread": "share of groups with equal rewards",
     }
     return [*columns_of(sequences, of_sequences, {"reward": no_number}), *columns_of(groups, of_groups)]
 
 
 def read_changed(database: Database, run: str) -> list[Series]:
-    """Read the share of weight elements whose bits changed in each version, from metadata alone."""
+    """Read the share of weights that changed bitwise in each version, using metadata alone."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):
@@ -348,5 +333,5 @@ def read_changed(database: Database, run: str) -> list[Series]:
     kept = database.kept_steps.get(run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
-    what = "share of the weights whose bits differ from the last recorded version"
+    what = "share of weights changed bitwise since the last recorded version"
     return [named("changed_weights", steps, values, what)]

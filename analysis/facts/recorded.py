@@ -1,5 +1,3 @@
-"""Collect all recorded changes of a run: step, old and new value, and size relative to scatter."""
-
 from __future__ import annotations
 
 import math
@@ -20,7 +18,6 @@ from .read_series import read_series
 from .series import MISMATCH, REWARD, Fall, Series
 
 SET = "set"
-"""`shape` of a deliberate change, whose step is known exactly."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
@@ -33,12 +30,12 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of changes in the inputs, which no policy can cause."""
+"""Changes in the inputs. No policy can cause them."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
-"""Kinds of changes that the policy causes, perhaps because an input changed before."""
+"""Changes that the policy causes, perhaps in reaction to an earlier input change."""
 
 CLEAR_SD = 4.0
-"""Minimum size, in standard deviations, of a change in an input that is certain and can have consequences."""
+"""Minimum size (standard deviations) for an input change that is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -47,25 +44,24 @@ BEFORE, WITH, AFTER = "before", "with", "after"
 class RecordedChange:
     series: str
     kind: str
-    """Kind of the series, such as `mismatch` or `reward`, or `contract`; see `series.KINDS` and conditions.py."""
+    """The series' kind, such as `mismatch` or `reward` (see `series.KINDS` and conditions.py), or `contract`."""
     step: int
     low: int
     high: int
-    """Last step of the 95% confidence interval, which starts at `low`. Both equal `step` for a deliberate change."""
+    """`low` to `high` is the 95% confidence interval. Both equal `step` for a deliberate change."""
     before: float | str
     after: float | str
     size_in_sd: float | None
-    """after - before on the scale of the series, in standard deviations of its scatter; None if deliberate."""
+    """after - before on the series' scale, relative to its scatter. None if deliberate."""
     shape: str
-    """`shift` if the level jumps, `ramp` if the slope changes, `set` if the change was deliberate."""
+    """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
-    """`before`, `with` or `after` the drop; empty without a drop."""
+    """`before`, `with` or `after` the drop. Empty without a drop."""
     follows: str = ""
 
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return all changes of the open run by step, dated as in `read_changes`."""
     by_name = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
     found = [
@@ -92,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the SQL view `changes`, which has separate columns for numbers and for text."""
+    """Return the SQL view `changes`. Numbers and text have separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):
@@ -105,7 +101,6 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    """Return the changes in or shortly before the onset interval of a drop, largest first, consequences last."""
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
@@ -124,7 +119,6 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return the changes of a setting. `low` to `high` of a gradual change (ramp, controller) is its whole duration."""
     values, steps = series.values, series.steps
     parts = conditions.held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
@@ -154,7 +148,6 @@ def _texts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Set the order of each change relative to the drop, and the earlier change that caused it."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -168,7 +161,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
 
 
 def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
-    """Return `before` or `after` if the intervals of a change and a drop are disjoint, else `with`."""
+    """Return `before` or `after` if the intervals for a change and a drop are disjoint, else `with`."""
     if change.high < fall.low:
         return BEFORE
     return AFTER if change.low > max(fall.high, fall.fallen) else WITH
@@ -197,7 +190,7 @@ def change_sentence(change: RecordedChange) -> str:
 
 
 def interval_text(low: int, high: int) -> str:
-    """Return the 95% confidence interval of a step, in parentheses; empty if it is a single step."""
+    """Return a step's 95% confidence interval in parentheses, or "" for a single step."""
     return "" if low == high else f" (95% CI {low}-{high})"
 
 

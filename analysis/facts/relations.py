@@ -1,5 +1,3 @@
-"""Correlations between rewards, advantages, lengths and logprobs, and changes in the values of identical responses."""
-
 from __future__ import annotations
 
 import math
@@ -31,10 +29,7 @@ class Relation(NamedTuple):
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups; NaN unless both vary in at least 30 groups.
-
-    If advantages are rewards minus a baseline, or divided by the spread of the group, they correlate perfectly.
-    """
+    """Correlate two columns within groups. NaN unless both vary in at least 30 groups."""
     x, y, known = _in_groups(rollouts, first, second)
     xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
@@ -45,7 +40,6 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return both columns minus their group means, for the rows in which both are known, and the [N] mask of these."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -61,12 +55,10 @@ def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.nd
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation; 0 if either column is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Correlate reward differences with lengths, overall or (for a bonus that grows from step to step) within steps."""
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
     x, y = centred(difference, of_step), centred(length.astype(float), of_step)
@@ -80,11 +72,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of the variance of reward differences that length explains, and the sign of the relation.
-
-    The share is the largest of three: explained by length; explained (linearly) by length minus its group mean; and
-    explained by length among responses with equal rewards, if their differences vary enough. 0 with too few responses.
-    """
+    """Return the share of reward-difference variance explained by length, and the sign. 0 with too few responses."""
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
@@ -103,7 +91,6 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
 
 def _explained(values: np.ndarray, length: np.ndarray) -> float:
-    """Return the share of the variance that length explains (R squared, adjusted for the number of lengths)."""
     _, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     n, left = len(values), values - (np.bincount(place, values) / counts)[place]
     total = float(((values - values.mean()) ** 2).sum()) / max(n - 1, 1)
@@ -111,7 +98,6 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0."""
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
@@ -140,14 +126,14 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """A step at which the reward or reference logprob of identical responses changes."""
+    """A step where identical responses get a new reward or reference logprob."""
 
     step: int
     num_responses: int
     share: float
-    """Share of these responses whose value changed."""
+    """Share of responses with a changed value."""
     share_before: float
-    """Same as `share`, for responses repeated before the first step considered; NaN if there are none."""
+    """`share` for responses repeated before the first step considered, or NaN without any."""
     length_correlation: float
     agreement: float = 0.0
 
@@ -163,8 +149,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes by more than
-    `least`."""
+    """Find the step from `first` to `last` where most repeated responses change by more than `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])
@@ -181,7 +166,7 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # A bonus per token may grow steadily.
+            # A per-token bonus may grow steadily.
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily

@@ -1,7 +1,4 @@
-"""The sequences of a run, with their rewards, advantages and mean logprobs.
-
-Shapes: N sequences, in recording order.
-"""
+"""Shapes: N sequences in recording order."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ LEFT JOIN (
     FROM scores{masks} WHERE "pass" = ${name} AND iteration = 0
 ) AS {name} USING (step, seq_id)
 """
-"""Lists are reduced to numbers before the joins and the sort, which saves memory."""
+"""Lists become numbers before the joins and the sort, which saves memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -53,48 +50,45 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""Tokens outside the loss mask are left out, because the policy did not choose them."""
+"""Tokens outside the loss mask are ignored because the policy did not choose them."""
 FARTHEST = 16
 OPENING = 3
-"""Number of response tokens in an opening. A prompt plus an opening is a prefix that responses can share."""
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Minimum number of pairs for a comparison, and minimum number of responses that must occur on both sides of a step."""
+"""Fewest pairs to compare, and fewest responses found on both sides."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which a prefix is so certain that a change in the weights has no visible effect."""
+"""Below this -logprob (nats), a prefix is so certain that new weights have no visible effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Columns with one value per sequence, [N]; NaN if not recorded."""
+    """One value per sequence [N], NaN if not recorded."""
 
     step: np.ndarray
     prompt: np.ndarray
     response: np.ndarray
     whole: np.ndarray
-    """Hashes of the token ids of the prompt, the response, and both."""
+    """`prompt`, `response` and `whole` are token id hashes."""
     group: np.ndarray
-    """Index of the group: sequences of a step with the same group_id or, if it was not recorded, the same prompt. If
-    most groups have one member, each step is a group."""
+    """Group index from step and group_id (else prompt). If most groups have one member, each step is a group."""
     reward: np.ndarray
     advantage: np.ndarray
     first_advantage: np.ndarray
     length: np.ndarray
     num_masked: np.ndarray
     likelihood: np.ndarray
-    """Mean trainer logprob over the tokens in the loss mask, in nats; the engine's logprob if there is no trainer
-    logprob."""
+    """Mean trainer logprob in the loss mask (nats), or the engine's if the trainer's is not recorded."""
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
     opening: np.ndarray
-    """Hash of the prompt ids and the first OPENING response ids. Openings repeat more often than whole responses."""
+    """Hash over the prompt ids and the first OPENING response ids. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
     opening_sampled: np.ndarray
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Number of response tokens, including those outside the loss mask; length limits apply to this number."""
+        """Response tokens, including those outside the loss mask. Length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
 
     @property
@@ -160,7 +154,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return hashes that are equal for responses whose values can be compared: mean logprobs need equal loss masks."""
+    """Return hashes that match if values can be compared. Mean logprobs also need equal loss masks."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
@@ -170,14 +164,13 @@ def least_reward(rollouts: Rollouts) -> float:
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the [M] indices of sequences whose key occurs again later, and the indices of the next occurrence."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences (NaN if unknown), and whether each exceeds the rounding errors of `scale_of`."""
+    """Return [N] reward differences (NaN if unknown), and whether each exceeds rounding error."""
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
@@ -197,7 +190,7 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps, and the share of responses at each that end early on a token that rarely ended one `before`."""
+    """Return each step's share of responses that end early on a token rarely seen last in `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -206,24 +199,24 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 
 ORDERS = {
-    "members_first": "the first members of all groups before all second members, as if rows and columns were swapped",
-    "groups_first": "rewards read group by group instead of member by member, as if rows and columns were swapped",
-    "shortest_first": "rewards in the order in which responses of these lengths finish",
-    "shortest_first_in_groups": "rewards in the order in which the responses of a group finish",
-    "last_step": "the rewards of the next step, as if they were recorded one step late",
+    "members_first": "all first group members before all second ones (rows and columns swapped)",
+    "groups_first": "rewards read group by group rather than member by member (rows and columns swapped)",
+    "shortest_first": "rewards assigned in completion order (shortest response first)",
+    "shortest_first_in_groups": "rewards assigned in completion order within each group",
+    "last_step": "rewards taken from the next step (recorded one step late)",
 }
-"""Orders of rows that bugs may produce, described by how they are undone; each completes "with ..."."""
+"""Row orders that bugs may produce, described by how to undo them. Each completes "with ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards of responses that were sampled twice. A deterministic reward is the same both times."""
+    """Rewards for responses sampled twice. A deterministic reward is the same both times."""
 
     num_pairs: int
     unequal: float
     mean_difference: float
     order: str
-    """Order of rows with the fewest such pairs, in words; empty if it is the recorded order."""
+    """Row order (in words) with the fewest unequal pairs. Empty for the recorded order."""
     unequal_ordered: float
 
     @property
@@ -248,7 +241,6 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return, for each row, the row whose reward it gets in the named order (its own if groups differ in size)."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -288,11 +280,10 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3
-"""Largest and smallest number of steps compared on each side; the policy hardly changes over so few steps."""
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean rewards before and after a step if their distribution is the same on both sides, else None."""
+    """Return mean rewards before and after a step if their distributions match, else None."""
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:

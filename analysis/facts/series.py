@@ -1,7 +1,4 @@
-"""The series of a run, one value per step, and drops in an outcome.
-
-Shapes: n steps, the same for every series of a run.
-"""
+"""Shapes: n steps, shared by all series in a run."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }  # fmt: skip
-"""Kind of each series, and the scale on which its changes are found."""
+"""Each series' kind, and the scale used to find its changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +52,14 @@ class Series:
 
     @property
     def not_finite_since(self) -> int | None:
-        """Step from which every recorded value is NaN or infinite; None if the last value is finite."""
+        """First step after the last finite value, or None if the last value is finite."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
 
     @property
     def scaled(self) -> Array:
-        """[n] values on the scale of the series.
-
-        On a log scale, zeros become half of the smallest positive value, and no value is less than a billionth of the
-        median positive value. On a logit scale, the same applies to the distances from 0 and from 1.
-        """
+        """[n] values on `scale`. Zeros on a log scale become half the smallest positive value."""
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
         if self.scale == LOG:
@@ -91,7 +84,6 @@ def named(
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """Return the columns of a query as float64 with NaN for NULL, and `step` as int64."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
@@ -102,10 +94,6 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, Array], sources: Mapping[str, str], not_finite: Mapping[str, Array] | None = None
 ) -> list[Series]:
-    """Return the columns listed in `sources` as series, if they have values.
-
-    `not_finite` maps columns to the steps at which they are NaN or infinite.
-    """
     columns = []
     for name, source in sources.items():
         if name in rows:
@@ -116,28 +104,27 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""A drop must lose at least this fraction of the earlier level. Healthy runs temporarily lose up to a twentieth."""
+"""Minimum fraction of the earlier level that a drop must lose. Healthy runs temporarily lose up to 5%."""
 FALL_STAYS = 0.6
-"""A drop lasts if at least this fraction of the windows from the first one below the midpoint on is below it."""
+"""A drop lasts if this fraction of windows stays below its midpoint after the first crossing."""
 FALL_HOLDS = 0.9
-"""The same fraction for a drop that is judged by the noise before it."""
+"""The same fraction for drops judged by the preceding noise."""
 FALL_BEYOND = 6.0
-"""Minimum size of a drop that is judged by the noise before it, in standard errors above the bias that comes from
-choosing the best window. This rule gives no false alarm in 238 healthy runs from ten benchmark suites. On stationary
-series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to
-0.04 (200 values); with autocorrelation 0.95, from 0.13 to 0.24 (200 values)."""
+"""Minimum size for drops judged by the preceding noise (standard errors above the bias from choosing the best window).
+It gives no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
+0.8, it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With 0.95, the
+rate rises from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum size of a drop, in standard errors above the bias that comes from choosing the best window."""
+"""Minimum drop (standard errors above the bias from choosing the best window)."""
 FALLEN = 0.35
-"""A change after this fraction of the drop is too late to be its cause."""
+"""A change is too late to be the cause once this fraction of the drop has happened."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise. None of the 392 healthy pairs on which
-the value was chosen is flat; with 0.55, one would be."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise (0 in 392 healthy pairs, 1 at 0.55)."""
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor on the scatter if there are too few values to estimate the autocorrelation; 2 allows for 0.6."""
+"""Scatter multiplier when there are too few values to estimate the autocorrelation. 2 allows for 0.6."""
 _LEVEL = 0.99
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -154,7 +141,7 @@ class Outcome:
     name: str
     steps: np.ndarray
     values: np.ndarray
-    """[n] float64, finite. Higher is better."""
+    """[n] finite float64. Higher is better."""
     is_evaluation: bool
     floor: float = 0.0
 
@@ -164,20 +151,19 @@ class Fall:
     outcome: str
     onset_of: str
     kind: str
-    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`; `flat` if the run does not
-    drop but fails to rise with its baseline."""
+    """`collapse` if the drop mostly happens within a tenth of the run, else `slow_decline`. `flat` means no drop, but
+    no rise with the baseline either."""
     step: int
-    """Onset: the last step before the values leave their earlier level permanently."""
+    """Onset: last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """With fixed levels before and after, the onsets from `low` to `high` fit about as well as the best one. This range
-    is narrower than a confidence interval."""
+    """Onsets from `low` to `high` fit about as well as `step` if the levels are fixed. Narrower than `interval`."""
     interval: tuple[int, int]
-    """95% confidence interval of the onset, for fitted levels and autocorrelated noise; see docs/evidence/intervals.md."""
+    """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
-    """First step by which the fraction FALLEN of the drop has happened. Later changes cannot be the cause."""
+    """First step at which the fraction FALLEN has been lost. Later changes cannot be the cause."""
     before: float
-    """Level before the drop; for `flat`, the level that the baseline reaches."""
+    """Level before the drop. For `flat`, the level reached by the baseline."""
     after: float
     size_in_sd: float
     floor: float = 0.0
@@ -188,7 +174,7 @@ class Fall:
 
     @property
     def course(self) -> str:
-        """The beginning of a sentence that continues with "step N"."""
+        """A sentence start, to be followed by "step N"."""
         if self.kind == FLAT:
             return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
         return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"
@@ -199,12 +185,12 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """Share of the earlier level above the floor that was lost; above 1 if the outcome ends below the floor."""
+        """Fraction of the earlier level lost, measured from the floor. Above 1 if the outcome ends below the floor."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
 def is_evaluation(name: str) -> bool:
-    """True if a metric is an outcome on held-out data, judging by its name, such as `eval/reward` or just `eval`."""
+    """True if the name suggests an outcome on held-out data, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
@@ -213,13 +199,8 @@ def is_evaluation(name: str) -> bool:
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop in an outcome, or None if noise can explain it.
 
-    The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
-    The drop must exceed FALL_SHARE of the earlier level. In addition, either the drop or the decrease along a line
-    fitted from the best window on must exceed FALL_SD standard errors (see `level_deviation`) above the bias that comes
-    from choosing the best window.
-
-    `beside` is the same outcome of a baseline with the same seeds. A run that ends below its baseline by FALL_SHARE,
-    beyond the noise of their difference, has dropped as well.
+    `beside` is the same outcome in a baseline run with the same seeds. Ending below it by FALL_SHARE, beyond the noise
+    in their difference, also counts as a drop.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -244,7 +225,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     ):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
-    # The level of the best window is biased upwards, which would place the break too early.
+    # The best window's level is biased upwards, which would place the break too early.
     first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)
@@ -264,11 +245,7 @@ def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return where an outcome stops rising with its baseline, or None if noise can explain it.
-
-    The baseline must rise by as much as a drop must lose, and the run must end below FLAT_SHARE of that rise. The onset
-    is not before the last step at which both outcomes are still equal.
-    """
+    """Return where an outcome stops rising with its baseline, or None if noise can explain it."""
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None
@@ -293,10 +270,6 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """True if the last fifth of the run stays below the best window by more than the noise before the drop.
-
-    The noise after the drop is not used, because a run may become noisier when it drops.
-    """
     values = outcome.values
     until = values[: best + width]
     recent = until[-3 * width :]
@@ -332,7 +305,6 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """Take over the onset of `finer` if its interval is narrower and overlaps."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
@@ -351,7 +323,6 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """True if a dip is temporary: few of the later windows are below its midpoint, or below its FALLEN level."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:

@@ -1,7 +1,4 @@
-"""Pair the sequences of two runs step by step, and compare the tokens that paired responses share.
-
-Shapes: N sequences of run A, M of run B, K pairs, T tokens.
-"""
+"""Shapes: N sequences in run A, M in run B, K pairs, T tokens."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ class Pairs:
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step, in recording order: identical sequences first, the others by prompt.
-
-    `a` and `b` have the arrays `step`, `prompt` and `whole`, as in Rollouts.
-    """
+    """Pair sequences within each step in recording order: identical sequences first, then by prompt."""
     of_whole = _matched(a.step, a.whole, b.step, b.whole)
     left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
     rest = _matched(a.step[left_a], a.prompt[left_a], b.step[left_b], b.prompt[left_b])
@@ -51,7 +45,6 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pair rows with the same step and key: the k-th in one run with the k-th in the other run."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     of_runs = np.split(number * len(keys) + key, [len(key_N)])
@@ -72,7 +65,7 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """Sequences of one run. `response`, `logprobs` (by pass) and `mask` are Arrow arrays of lists."""
+    """`response`, `logprobs` (by pass) and `mask` are Arrow list arrays."""
 
     step: np.ndarray
     prompt: np.ndarray
@@ -97,10 +90,9 @@ class Prefixes:
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
-    """[K] number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the [K] numbers of shared tokens that have logprobs in both runs, and these logprobs in A and B, [T]."""
+        """For tokens scored in both runs, return their number per pair [K] and their logprobs in A and B [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -124,10 +116,10 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
     apart: dict[str, float]
-    """Mean absolute difference between the runs' logprobs, in nats, for each pass that both recorded."""
+    """Mean |difference| between the runs' logprobs (nats) for each pass recorded in both."""
     num_cut: int
     num_in_tool: int
-    """Number of responses that diverge at a token outside the loss mask, i.e. a token that was not sampled."""
+    """Number of responses that first differ at a token outside the loss mask, i.e. one the policy did not sample."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:

@@ -1,1 +1,1 @@
-"""Check conditions on the metrics of a run, for the CI of training code."""
+"""Check conditions on a run's metrics in training CI."""

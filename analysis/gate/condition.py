@@ -1,7 +1,4 @@
-"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, their verdicts, and statistics per sequence for resampling.
-
-Shapes: N sequences.
-"""
+"""Shapes: N sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 OWN = "tim"
-"""Source of tim-trace's own metrics in a condition; every other source is a framework."""
+"""Condition source for tim-trace's own metrics. All others are frameworks."""
 
 CHECK = "check"
 """Condition that fails if `check` finds a fault in the comparison."""
@@ -44,21 +41,21 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound that the gate places on a metric over the run, at any step, or over the last steps."""
+    """A bound on a metric over the run, the last steps, or any single step."""
 
     text: str
     source: str
     """`tim`, or the framework that defines the metric."""
     metric: str
-    """Full name of the metric, or the part after the last `/`."""
+    """The metric's full name, or the part after the last `/`."""
     sign: str
     bound: float
     of_size: bool
-    """True to compare the absolute value, as in `tim.|k1|>0.1`."""
+    """True to compare the absolute value (`tim.|k1|>0.1`)."""
     any_step: bool
     """True if a single step beyond the bound fails the gate."""
     last: int
-    """Number of last steps whose tokens are evaluated together; 0 for all steps of the run."""
+    """Number of last steps to evaluate together, or 0 for the whole run."""
 
     def judged(self, value: float) -> float:
         return abs(value) if self.of_size else value
@@ -68,13 +65,12 @@ class Condition:
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
-        """Return the step whose value violates the bound most or comes closest to it; None if no step has a value."""
         sign = 1 if self.sign in (">", ">=") else -1
         return max(by_step, key=lambda step: (math.isnan(by_step[step]), sign * by_step[step]), default=None)
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse `<source>.<metric><sign><number>`, with an optional `any step` or `last N steps`. Raises InvalidOption."""
+    """Parse `<source>.<metric><sign><number>` and an optional `any step` or `last N steps`. Raises InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -124,11 +120,11 @@ FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 class Verdict:
     condition: str
     metric: str
-    """Full name of the metric; `check` for the condition `check`."""
+    """The metric's full name, or `check`."""
     value: float
-    """Value over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
+    """Value over the run, over its last steps, or at the worst step. For `check`, the number of faults."""
     low: float | None
-    """Lower end of the interval over groups; both ends are None without an interval, and `how` says why."""
+    """`low` to `high` is the interval over groups. If None, `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
@@ -136,11 +132,11 @@ class Verdict:
     fails: bool
     """True if the value violates the condition, or if it excludes tokens and so proves nothing. Sets the exit code."""
     steps_beyond: int | None
-    """Number of steps whose value violates the condition; None for `check`, and for counts, which grow with the run."""
+    """Number of steps that violate the condition. None for `check` and for counts, because they grow with the run."""
     worst_step: int | None
-    """Step whose value violates the bound most or comes closest to it."""
+    """Step that violates the bound most or comes closest."""
     how: str
-    """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
+    """Steps beyond the bound, and how the interval was computed. For `check`, the faults."""
 
     @property
     def warns(self) -> bool:
@@ -150,8 +146,6 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated(Table):
-    """The verdicts on all conditions, in order."""
-
     _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
@@ -166,15 +160,15 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Columns of `stats` that are maxima, mapped to the columns with the maximum of each sequence."""
+"""`stats` columns that are maxima, mapped to their per-sequence columns."""
 
 MOST_NULL = 0.5
-"""If more than this share of the loss tokens has no logprob, a metric does not represent the run."""
+"""A metric does not represent the run if more than this share of loss tokens lacks a logprob."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
-"""Columns of `stats` without an interval."""
+"""`stats` columns without an interval."""
 
 
 def is_count(metric: str) -> bool:
@@ -184,14 +178,13 @@ def is_count(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Statistics of each sequence that has a comparable token."""
+    """Statistics for each sequence with a comparable token."""
 
     values: dict[str, Array]
-    """[N] columns by name; the metrics are computed from their totals."""
+    """[N] columns by name. Metrics are computed from their totals."""
     largest: dict[str, Array]
     """[N] maxima by column name, as in LARGEST."""
     unit_N: np.ndarray
-    """[N] group of each sequence."""
 
     @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
@@ -210,10 +203,9 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the sqrt(sum of d^2), in nats, that a new sequence exceeds with a probability of 1 in 1,000.
+        """Return the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
 
-        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. Student's
-        quantile with groups - 1 degrees of freedom makes the result larger if there are few groups.
+        Extrapolated from a lognormal fit, because the sequences that dominate exp(sum d) are rare.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -234,10 +226,7 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens that a pair's metrics exclude; empty if there are none.
-
-    NaN and infinite logprobs are always reported, missing ones only if they are the majority.
-    """
+    """Describe tokens excluded from a pair's metrics. Missing logprobs are reported only if in the majority."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

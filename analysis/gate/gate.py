@@ -1,5 +1,3 @@
-"""Check conditions on the metrics of a run, and render the verdicts as text, JUnit XML and Markdown."""
-
 from __future__ import annotations
 
 import math
@@ -32,30 +30,28 @@ def gate(
 ) -> Gated:
     """Fail if a run violates a condition, for the CI of training code.
 
-    A condition describes the values that fail the run. It is `check`, which fails if the comparison has a fault, or
-    `<source>.<metric><sign><number>`, where the sign is > >= < or <=: `tim.k3>1e-3` for a column of `stats`,
-    `verl.k3_kl>1e-3` for a column of `stats --like verl` (the last part of a name is enough). `tim.|k1|>0.1` compares
-    the absolute value. `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`,
-    averaged over the steps.
+    A condition describes failing values. It is `check`, which fails if the comparison has a fault, or
+    `<source>.<metric><sign><number>` with sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for
+    a `stats --like verl` column (the last part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim`
+    also has the per-step metrics used by alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
 
-    By default, a condition covers all tokens of the run. With ` any step`, it fails if any single step violates it,
-    which is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens of the last 20
-    steps. The `warns` property of a verdict is true if the condition passes but single steps violate it.
+    By default, a condition covers all tokens in the run. With ` any step`, it fails if any single step violates it,
+    which is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens in those
+    steps. A verdict's `warns` property is true if the condition passes but single steps violate it.
 
-    Every metric except a count has an interval over groups. A group consists of the sequences of a step that share a
-    `group_id`; a sequence without a `group_id` is a group of its own. Metrics computed from sums use a bootstrap-t;
-    maxima, a bootstrap that ends at the value itself; quantiles of |d| invert the bootstrap-t of the share of tokens
-    above them (Woodruff 1952); all others, including the frameworks' metrics, use a jackknife over 20 parts of whole
-    groups. Fewer than 8 groups give no interval. Resampling has a fixed seed. Measured coverage:
-    docs/evidence/intervals.md.
+    Every metric except a count has an interval over groups. Sequences in a step form a group if they share a
+    `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t, and maxima a
+    bootstrap that ends at the value itself. Quantiles invert the bootstrap-t for the token share above them (Woodruff
+    1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups. Fewer than 8
+    groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
 
-    The exit code, like the `fails` property of a verdict, depends only on the value; `verdict` is `cannot tell` if the
-    interval contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any
-    metric, except a count, that excludes such tokens or for which most tokens lack logprobs.
+    The exit code and the `fails` property depend only on the value. `verdict` is `cannot tell` if the interval contains
+    the bound, or is expected but missing. NaN and infinities fail. So does any metric, except a count, that excludes
+    such tokens or for which most tokens lack logprobs.
 
-    `junit` is a JUnit XML file to write, with one test case per condition; an existing file is replaced. `summary` is a
-    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY. Conditions on columns of `stats` store
-    the sums of each sequence in the trace, as `stats` does.
+    `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
+    Markdown table to, such as $GITHUB_STEP_SUMMARY. Like `stats`, conditions on its columns store per-sequence sums in
+    the trace.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
@@ -102,9 +98,9 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
         if worst is None:
             raise NothingToCompare(f"{measured.metric}: no step has a value to check; remove this condition")
         value, fails, low, high = by_step[worst], bool(beyond), None, None
-        verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst step"
+        verdict, how = FAILED if fails else PASSED, f"{says}; the value is from the worst step"
     elif worst is not None and beyond and not fails and not is_count(measured.metric):
-        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); with 'any step' the condition would fail; {how}"
+        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); the condition would fail with 'any step'; {how}"
     if condition.last and by_step:
         how = f"the last {len(by_step)} steps, {min(by_step)} to {max(by_step)}: {how}"
     if missing and measured.leaves_out:
@@ -117,7 +113,6 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """True if both ends of the interval violate the condition, if neither does, or if all groups are identical."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

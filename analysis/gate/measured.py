@@ -1,5 +1,3 @@
-"""Measure metrics of a run, with confidence intervals over groups of sequences."""
-
 from __future__ import annotations
 
 import math
@@ -41,15 +39,15 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Lowest measured coverage of the 95% intervals of metrics that a few tokens can dominate, over runs whose logit errors
-have no fourth moment or differ in size between groups; see docs/evidence/intervals.md."""
+"""Lowest measured coverage of 95% intervals for metrics that a few tokens can dominate, when logit errors have no
+fourth moment or vary in size between groups. See docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
-"""Metrics of sequence weights, exp(sum of d), whose second moment depends on rare sequences."""
+"""Metrics based on sequence weights exp(sum d). Their second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""`SequenceColumns.reach`, in nats, above which metrics of sequence weights have no interval. Below it, coverage is as
-listed in TAILS; above it, coverage drops to as little as 31% if groups differ in scale (docs/evidence/intervals.md)."""
+"""Maximum `SequenceColumns.reach` (nats) for an interval on sequence-weight metrics. Up to it, TAILS lists the
+coverage. Above it, coverage drops to as little as 31% if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -57,11 +55,11 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Range of possible values of a metric; intervals are clipped to it."""
+"""Possible range per metric. Intervals are clipped to it."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""Metrics from source `tim` that exist only per step, so `stats` has no column for them."""
+"""`tim` metrics that exist only per step, without a `stats` column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +67,25 @@ class Measured:
     metric: str
     value: float
     interval: Interval | NoInterval | None
-    """Confidence interval, or why there is none; None for a count."""
+    """Confidence interval or the reason it is missing. None for a count."""
     how: str
-    """How the interval was computed, or why there is none."""
+    """How the interval was computed, or why it is missing."""
     by_step: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def leaves_out(self) -> bool:
-        """True if the metric excludes tokens whose logprobs are not finite."""
+        """True if the metric excludes tokens with non-finite logprobs."""
         return not is_count(self.metric) and (self.metric not in _OF_STEPS or is_of_pair(self.metric))
 
 
 class Run:
-    """Measures the metrics of a run, over all steps or the last steps."""
-
     def __init__(self, database: Database, pair: str, confidence: float, progress: Progress):
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Tokens that the measured metrics exclude, in words; may be empty."""
+        """Describes tokens excluded from the measured metrics. May be empty."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return the metric of each condition, with its value, its interval, and its value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -106,7 +101,6 @@ class Run:
         return found
 
     def _of_steps(self, database: Database, name: str) -> Measured:
-        """Measure a per-step metric: its mean over the steps, or its sum if it is a count."""
         figure = read_figure(database, self._names, name)
         if figure is None or not len(figure[0]):
             raise _no_value(name)
@@ -138,7 +132,6 @@ class Run:
         return asked.answered(found)
 
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Measure a framework's metrics with jackknife intervals. Tokens are read once, into sums per sequence."""
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names):
@@ -187,7 +180,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Measure a quantile of |d|; its interval follows from the share of tokens above the value (Woodruff 1952)."""
+        """Measure a quantile of |d|. Its interval comes from the token share above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -203,12 +196,11 @@ class Run:
             return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
-        how = f"bootstrap-t over {num_groups:,} groups, for the share of tokens above the value"
+        how = f"bootstrap-t over {num_groups:,} groups for the share of tokens above the value"
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """Return the sequences scored by both passes, sorted by run, step and seq_id, and the group of each."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -220,7 +212,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Return the metrics in `values` that are computed from sums or maxima over sequences, with intervals."""
+    """Return those `values` computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -235,7 +227,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
-        how = f"bootstrap over {num_groups:,} groups, for the maximum; the interval ends at the value"
+        how = f"bootstrap over {num_groups:,} groups for the maximum; the interval ends at the value"
         found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 
@@ -243,11 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the two probabilities whose quantiles are the ends of a quantile's interval.
-
-    `num_above_N` is the number of tokens above the quantile in each sequence. If too few groups have such a token, the
-    upper probability is 1: the interval ends at the largest value.
-    """
+    """Return the probabilities whose quantiles bound a quantile's interval. 1 stands for the largest value."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
@@ -256,15 +244,13 @@ def quantile_cuts(
     found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
     if isinstance(found, NoInterval):
         return found
-    # With ties the share above the value differs from 1 - p, so only the spread of the share is used.
+    # With ties, the share above the value differs from 1 - p, so only its spread is used.
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high
 
 
 class _Asked:
-    """The metrics that conditions ask for, with their values over the run and by step."""
-
     def __init__(self, conditions: list[Condition], rows: Rows, by_step: Callable[[list[str]], Rows]):
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
@@ -276,10 +262,9 @@ class _Asked:
         self._steps = by_step([*self._values]).dicts()
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
-        """Values of the metrics with a condition that covers all steps together."""
+        """Metrics with a condition that covers all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return the metric of each condition; metrics that are not in `found` have no interval."""
         of_metric = {measured.metric: measured for measured in found}
         for metric, value in self._values.items():
             measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))

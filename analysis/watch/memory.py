@@ -1,4 +1,4 @@
-"""Cache a run's series by step; only steps whose row counts have grown are read again."""
+"""Cache a run's series by step. Only steps with new rows are read again."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _COLUMNS = {SEQUENCES: ["step", "attempt", *_SUMMED], SCORES: ["step", "attempt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Row counts of one step. Rows are never removed or changed, so equal counts mean identical contents."""
+    """Row counts for one step. Rows are never removed or changed, so equal counts mean identical contents."""
 
     num_sequences: int
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Number of scores, except those of replays outside the pair."""
+    """Number of scores, except for replays outside the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counts the rows of a growing trace. Sealed files never change, so each is opened only once."""
+    """Counts rows in a growing trace. Sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -133,15 +133,14 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    """Keep the rows of each step's newest training attempt, and rows without an attempt."""
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
 
 
 MOST_TOKENS = 10_000_000
-"""Maximum number of response tokens read per refresh, newest steps first; the newest step is always read."""
+"""Maximum number of response tokens read per refresh, newest steps first. The newest step is always read."""
 RATE_STEPS = 20
-"""Number of newest steps over which the training rate is measured."""
+"""Number of recent steps used to measure the training rate."""
 Times = list[tuple[int, float]]
 """(step, seconds since 1970), ascending."""
 
@@ -152,10 +151,7 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """Cache of the series that `read_series` returns.
-
-    The share of changed weights is omitted, because every refresh would have to read all weight versions again.
-    """
+    """Cache for `read_series`. Leaves out changed_weights to avoid re-reading all weight versions at every refresh."""
 
     def __init__(self, pair: Pair):
         self.repeats = Repeats()
@@ -167,12 +163,11 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Series] = []
         self._values: dict[str, dict[int, Any]] = {}
-        """By series and step: the value, and True if a NaN or an infinity was recorded."""
+        """series -> step -> (value, True if NaN or infinity was recorded)"""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, Any]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
-        """Return the steps that must still be read, newest first."""
         if not self._read.keys() <= extents.steps.keys():
             self._forget()
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
@@ -181,9 +176,9 @@ class Memory:
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
-        """Read the logged values, and the newest steps that have not been read yet. Raises DamagedTrace."""
+        """Read logged values and the newest unread steps. Raises DamagedTrace."""
         pending = self.pending(extents)
-        # If no step has been read yet, reading the sums stored in the trace is cheaper than reading tokens.
+        # Before the first read, sums stored in the trace are cheaper to read than tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         used = accumulate(extents.steps[step].num_response_tokens for step in pending)
         # Read steps without gaps, because alerts and changes compare neighbouring steps.
@@ -208,7 +203,6 @@ class Memory:
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
-        """Return every series, over `steps` and all steps with logged values, in the order of `KINDS`."""
         columns = [self._column(name) for name in self._values if self._values[name]]
         # Entropies recorded per token replace entropies logged per step.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
@@ -217,7 +211,6 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return the metrics that alerts need besides the series, as `read_token_figures` does."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()

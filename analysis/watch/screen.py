@@ -1,5 +1,3 @@
-"""Draw a watched run on a terminal, and redraw it at each refresh."""
-
 from __future__ import annotations
 
 import io
@@ -19,23 +17,18 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """True if stdout is a terminal that can redraw text in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print each view below the previous one, or with `again`, in its place.
-
-    With `again`, views are cut to fit the terminal and redrawn when it is resized; after Ctrl-C, the last view is
-    printed in full.
-    """
+    """Print views below each other, or in place with `again`. After Ctrl-C, print the last one in full."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
         for seen in views:
             console.print(WatchedView(seen), crop=False)
         return
     last = None
-    # These signals raise KeyboardInterrupt, as Ctrl-C does, so that the terminal is restored.
+    # Like Ctrl-C, these signals raise KeyboardInterrupt so that the terminal is restored.
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         try:
             with (
@@ -56,7 +49,6 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Render a view for output that is not a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)

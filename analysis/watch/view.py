@@ -1,5 +1,3 @@
-"""Draw a watched run with rich, in full or cut to the rows that fit the screen."""
-
 from __future__ import annotations
 
 import shlex
@@ -23,9 +21,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Minimum terminal height, in lines, for empty lines between sections."""
+"""Minimum terminal height (lines) for empty lines between sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Minimum number of rows per section, unless all sections must be cut below it to fit the screen."""
+"""Minimum number of rows per section. Cut further only if all sections have reached it."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -52,7 +50,6 @@ class WatchedView:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return the number of rows to show in each section; on a screen, the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
@@ -80,7 +77,6 @@ class WatchedView:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """Drop control characters, and escape text that the terminal cannot encode."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
@@ -203,8 +199,6 @@ class WatchedView:
 
 
 class _Course:
-    """A sparkline that fills the width of its table column."""
-
     def __init__(self, series: Series, characters: str):
         self._series, self._characters = series, characters
 
@@ -226,7 +220,6 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return a table without rules or headers; its last column wraps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -235,7 +228,6 @@ def _table(num_columns: int) -> Table:
 
 
 def _packed(facts: Sequence[str], width: int) -> list[str]:
-    """Join facts into as few lines of at most `width` characters as possible."""
     lines = [facts[0]]
     for fact in facts[1:]:
         if len(lines[-1]) + 3 + len(fact) <= width:
@@ -246,7 +238,6 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """Drop the start of a text that is wider than `width` columns, such as a path."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text
@@ -258,7 +249,6 @@ def _cell(series: Series, step: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with three digits, or as a whole number from 1,000 to a million."""
     if not np.isfinite(value):
         return _NOT_FINITE
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

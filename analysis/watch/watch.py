@@ -28,16 +28,15 @@ _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after SILENT_STEPS times the average duration of a step, but not before SILENT_S seconds."""
+"""Silence is reported after SILENT_STEPS average step durations, but not before SILENT_S seconds."""
 SETTLED_S = 60.0
-"""If no exit code is recorded and no data arrive for this many seconds, `tim-trace record` must have been killed."""
+"""After this many seconds without data or an exit code, `tim-trace record` must have been killed."""
 
 
 class Watcher:
-    """Follows a run while its trace grows, without locks and without writing to the trace."""
+    """Follows a growing trace without locking it or writing to it."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
-        """Raises InvalidOption if `pair` or `steps` is malformed."""
         self.trace = os.fspath(trace)
         self.pair = parse_pair(pair)
         self.steps = steps
@@ -52,10 +51,7 @@ class Watcher:
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Read up to `memory.MOST_TOKENS` tokens from steps that have grown, then return the current view.
-
-        Raises TraceNotFound, NewerTrace or DamagedTrace.
-        """
+        """Read up to `memory.MOST_TOKENS` tokens. Raises TraceNotFound, NewerTrace or DamagedTrace."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._look()
@@ -74,7 +70,6 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view of a trace that does not exist yet."""
         self._begin("")
         note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
@@ -115,7 +110,6 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since the last record, from file times during the run and logged times afterwards."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -135,7 +129,6 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing has been recorded for an unusually long time, otherwise an empty string."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
@@ -146,7 +139,6 @@ class Watcher:
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """Find changes in the series of _MOVING; search again only if one of them has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -161,7 +153,7 @@ class Watcher:
         notes: list[str] = []
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
-            notes.append("the trace exists, but no process is recording to it yet; waiting")
+            notes.append("the trace exists, but no process is recording to it yet. Waiting")
         elif not extents.steps:
             notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:
@@ -182,14 +174,12 @@ class Watcher:
 
 
 def _rate_of(times: Times) -> float | None:
-    """Return the average rate in steps per minute; None if unknown."""
     if len(times) < 2 or times[-1][1] <= times[0][1]:
         return None
     return 60 * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1])
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return the newest modification time of tables and journals, seconds since 1970; None if unknown."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:
@@ -202,7 +192,6 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Return the modification time of a file; the key that holds it depends on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )
@@ -224,12 +213,12 @@ def watch(
 ) -> Iterator[Watched]:
     """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
-    Yields a view every `every` seconds until the recording has ended, first waiting for the trace if it does not exist
-    yet; with `once`, yields a single view. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten,
-    `all`), and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
+    Yields a view every `every` seconds until recording ends, after waiting for the trace to exist. With `once`, yields
+    a single view. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names the
+    passes in the mismatch d = logprob(a) - logprob(b) (nats).
 
-    Only steps that have grown are read again. A long run is read in portions, newest steps first; views show how many
-    steps are left to read, and `once` waits until all are read. Nothing is written, and the recorder is not disturbed.
+    Only steps that grew are read again. A long run is read in portions, newest steps first. Views show how many steps
+    are left, and `once` waits for all of them. Nothing is written, and the recorder is not disturbed.
 
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
     """
@@ -250,7 +239,7 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
         if seen.is_over and not seen.num_unread_steps:
             return
         if not seen.num_unread_steps:
-            # Read a slow trace less often, to limit the load of watching.
+            # Read a slow trace less often to limit the load.
             time.sleep(max(every, 2 * (time.monotonic() - began)))
 
 

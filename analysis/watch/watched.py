@@ -1,7 +1,4 @@
-"""A view of a run while it is recorded, and its series as sparklines.
-
-Shapes: n values, one per step; NaN if missing.
-"""
+"""Shapes: n values, one per step, NaN if missing."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""Nothing has been recorded yet; all other states are those of `info`."""
+"""Nothing recorded yet. `info` defines the other states."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series shown for the latest steps, most important first; as many as fit the terminal."""
+"""Columns for the latest steps. Narrow terminals drop the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched(Result):
-    """A snapshot of a run at one point in its recording."""
+    """A snapshot of a run during recording."""
 
     _text = "tim_trace.analysis.watch.screen:watched_text"
 
@@ -46,44 +43,43 @@ class Watched(Result):
     state: str
     """`waiting`, `live`, `finished`, `killed` or `stopped`."""
     exit_code: int | None = None
-    """Exit code of the recorded command; None while the command runs, or if there is none."""
+    """The recorded command's exit code, or None while it runs or without a command."""
     is_over: bool = False
     """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Data that could not be read and are missing from all values, one sentence each."""
+    """Unreadable data excluded from all values, one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
-    """Number of steps whose tokens have not been read yet; values over the whole run exclude them."""
+    """Steps with tokens not read yet. Values over the whole run exclude them."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     age_s: float | None = None
-    """Seconds since data was last recorded; None if unknown."""
+    """Seconds since data was last recorded, or None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
     """How steps_per_minute was measured."""
     steps: str = "-10:"
-    """Steps to show, in the syntax of `parse_steps`."""
+    """Steps to show (`parse_steps` syntax)."""
     series: Mapping[str, Series]
-    """As returned by `read_series`; all have the same steps."""
+    """As returned by `read_series`, all over the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Every alert rule at every step, as in `diagnose`."""
+    """Every alert rule at every step (see `diagnose`)."""
     moved: tuple[Moved, ...] = ()
-    """Changes in the mismatch, the reward and the gradient norm; empty while the run has too few steps."""
+    """Changes in the mismatch, the reward and the gradient norm. Empty while the run has too few steps."""
 
     @property
     def shown_steps(self) -> list[int]:
-        """Selected steps, among those at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return the value of a series at a step: None if not recorded, NaN if the value is NaN or infinite."""
+    """Return the value at a step, None if not recorded, or NaN if NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
@@ -134,21 +130,19 @@ def _summary(series: Series) -> dict[str, Any]:
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""Lowest to highest, for terminals whose encoding lacks block characters."""
+"""Lowest to highest. Used if the terminal lacks block characters."""
 BROKEN = "!"
 """Marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds of series drawn with the most extreme value of merged steps, so that spikes show; others use the mean."""
+"""Series kinds that show the most extreme value when steps are merged, so that spikes stay visible."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw all steps of a series in at most `width` characters.
+    """Draw a series in at most `width` characters, from the smallest value to the largest. Empty without values.
 
-    The smallest value is drawn with the lowest character and the largest with the highest; a constant series is drawn
-    with the lowest. A character that covers several steps shows the worst value of a mismatch (smallest ess, mean_d
-    farthest from 0), the largest value of an optimizer, length or policy series, and otherwise the mean. A space marks
-    a missing value, `!` a NaN or infinity. Returns an empty string if there are no values.
+    Merged steps show the worst mismatch (smallest ess, mean_d farthest from 0), the largest optimizer, length or policy
+    value, and otherwise the mean. A space marks a missing value, `!` a NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
@@ -170,7 +164,6 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """Return [min(n, width)] values on the series' scale, with neighbouring steps merged as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 

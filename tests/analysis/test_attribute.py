@@ -263,7 +263,7 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
             record_step(recorder, Story(), step, np.random.default_rng(step))
     found = attribute(run, control=other)
     assert found.kind == "observation"
-    assert any("have different prompts" in note for note in note_sentences(found))
+    assert any("with different prompts" in note for note in note_sentences(found))
 
 
 def test_without_an_outcome_nothing_is_judged(tmp_path):

@@ -104,7 +104,7 @@ def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
     assert found["grad_norm"].values[[0, 1, 3]] == pytest.approx([0.5, 1.0, 2.0])
     assert np.isnan(found["grad_norm"].values[2])
     assert found["grad_norm"].not_finite.tolist() == [3]
-    assert "tokens of train" in found["entropy"].source
+    assert "token entropy in train" in found["entropy"].source
 
 
 def test_the_order_of_the_rows_changes_no_bit_of_rewards_and_their_spread(tmp_path):

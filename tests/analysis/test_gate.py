@@ -558,10 +558,10 @@ def test_a_mean_that_passes_while_steps_do_not_is_said(late, metric, bound):
     assert plain.how.startswith(
         f"4 of 40 steps violate the bound, first step 37, worst step {worst} ({values[worst]:.3g}); "
     )
-    assert "with 'any step' the condition would fail" in plain.how
+    assert "the condition would fail with 'any step'" in plain.how
     assert (any_step.verdict, any_step.fails, any_step.value) == ("failed", True, values[worst])
     assert (any_step.low, any_step.steps_beyond, any_step.worst_step) == (None, 4, worst)
-    assert any_step.how == "4 of 40 steps violate the bound, first step 37; the value is that of the worst step"
+    assert any_step.how == "4 of 40 steps violate the bound, first step 37; the value is from the worst step"
     assert (last.verdict, last.fails, last.steps_beyond) == ("failed", True, 3)
     assert last.low > bound
     assert "the last 3 steps, 38 to 40" in last.how

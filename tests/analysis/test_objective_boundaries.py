@@ -223,7 +223,7 @@ def test_what_moved_first():
     codes_, (words,) = told(changes=together)
     assert codes_ == ["first_undecided"]
     assert words.startswith(
-        "The data do not show which of these changed first: reward (jumps at step 9, 95% CI 7-11; 1 to 2); length"
+        "Could not determine which changed first: reward (jumps at step 9, 95% CI 7-11; 1 to 2); length"
     )
 
 

@@ -1,5 +1,3 @@
-"""Facts about a run and its baseline: the first difference, and what else differs there or later."""
-
 from __future__ import annotations
 
 import math
@@ -15,9 +13,9 @@ from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
 
 _SAME = 1e-5
-"""Relative difference up to which two logged numbers are equal."""
+"""Maximum relative difference between two logged numbers that count as equal."""
 _SHOWS = 1e-4
-"""Minimum policy change per update, in nats per token, for a loss term to be visible in the gradient norm."""
+"""Minimum policy change per update (nats per token) for a loss term to show in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:

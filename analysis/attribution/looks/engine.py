@@ -1,5 +1,3 @@
-"""Facts about the engine: the mismatch and the age of its weights."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d|, in nats, at which `weighs` is one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
+"""Mean |d| (nats) where `weighs` is 0.5. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
@@ -55,7 +53,6 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch that the first finding of `check` explains; 1 if either is zero."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
@@ -88,7 +85,7 @@ def age(facts: Facts) -> Iterator[Fact]:
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """How many updates behind the sampling weights are. A constant lag is normal in asynchronous training."""
+    """Yield the sampling lag in updates. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
     recorded = facts.values("version_lag")
@@ -102,7 +99,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Whether -logprob exceeds the entropy: both are equal on average if tokens are sampled from the returned logprobs."""
+    """Yield whether -logprob exceeds the entropy. They match on average for tokens sampled from these logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
@@ -129,13 +126,7 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:
-    """Return the lag of the sampling weights, in updates, at the onset and while the run was still learning; 0 if
-    unknown.
-
-    At the onset, it is the largest running median over a tenth of the run. While the run was learning, it
-    is the median before the onset or, if the onset is in the first tenth of the run, the median until a substantial
-    part of the outcome is lost.
-    """
+    """Return the sampling lag (updates) at the onset and while the run was still learning, or 0 if unknown."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():

@@ -1,5 +1,3 @@
-"""Facts about prompts, responses, rewards, their rows and advantages."""
-
 from __future__ import annotations
 
 import math
@@ -156,11 +154,10 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Series -> size of a change whose strength is halved, because a change this small hardly matters."""
+"""A change this large counts half, because smaller ones hardly matter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change in the prompts, with more weight if several of their series change at the same step."""
     found = []
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
@@ -190,7 +187,7 @@ def endings(facts: Facts) -> Iterator[Fact]:
     rests = np.array([share[at : at + 3].min() for at in near])
     step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
     gradient = facts.moves.step("grad_norm")
-    # After a change in the gradient, the policy itself may end its responses differently.
+    # After a gradient change, the policy itself may end responses differently.
     group = "policy" if gradient is not None and gradient < step else ""
     level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)

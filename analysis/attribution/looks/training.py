@@ -1,5 +1,3 @@
-"""Facts about settings, the optimizer, entropy and the reference."""
-
 from __future__ import annotations
 
 import math
@@ -22,7 +20,6 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change fits the onset: 1 within the onset's interval, and lower the earlier the change is."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
