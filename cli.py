@@ -1161,7 +1161,6 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
-    """Call an analysis function with a progress bar. `held_back` hides library output."""
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1176,7 +1175,6 @@ def _tell(sentence: str) -> None:
 
 
 def _harmless(line: str) -> str:
-    """Escape control characters on a terminal."""
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
@@ -1195,7 +1193,6 @@ def _one_line(sentence: str) -> str:
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """Return an error as one line. Only DuckDB's query errors keep their line breaks."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 

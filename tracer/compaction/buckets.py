@@ -33,12 +33,9 @@ _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A table file's row group."""
-
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """Distinct and ascending."""
     tokens: np.ndarray
     """Estimated response tokens per step, from the row group's mean."""
     num_bytes: int

@@ -22,8 +22,6 @@ DELTA = "DELTA"
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """A request before recording changed it."""
-
     params: Any
     changed: bool
     captured: bool
@@ -131,7 +129,6 @@ class EngineCall:
     """Completions from one engine call, grouped by prompt. Shapes: B completions."""
 
     outputs: Sequence[Any]
-    """vLLM's RequestOutputs, one per prompt."""
     requested: Sequence[Requested]
     given: list[Any] | None
     """[B] logprobs before trimming, or None if nothing was trimmed."""
@@ -143,7 +140,6 @@ class EngineCall:
 
     @property
     def prompt_of(self) -> list[int]:
-        """[B] prompt index per completion."""
         return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
 
     @property
@@ -156,7 +152,6 @@ class EngineCall:
 
     @property
     def engine_logprobs(self) -> list[Any]:
-        """[B] logprobs in vLLM's containers."""
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:

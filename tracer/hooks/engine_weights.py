@@ -52,7 +52,6 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything but the engine, for a new training run."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -77,7 +76,6 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Take digests of all weights sent to this in-process engine."""
         if not self.is_on:
             return
         with self._guard():
@@ -148,7 +146,6 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison once per policy version."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -194,7 +191,6 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return the dtype (or `N values` per row) that explains each rounded tensor."""
         import torch
 
         engine = None if self._model is None else self._model()

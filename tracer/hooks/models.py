@@ -29,7 +29,6 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Check that this process holds every tensor in full."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
@@ -144,7 +143,6 @@ class KeptWeights:
 
 
 def keeps_weights(session: Any, model: Any) -> bool:
-    """Decide whether to record weights, and note why not."""
     order = session.order
     if order.weights == "none":
         return False
@@ -163,7 +161,6 @@ def keeps_weights(session: Any, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return this process's shards, plus unsharded tensors in the first process."""
     tensors = model_tensors(model).items()
     return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
@@ -178,7 +175,6 @@ def _problem(model: Any) -> str | None:
 
 
 def numerics(model: Any) -> dict[str, Any]:
-    """Return the model properties that can change its logprobs."""
     return {
         "class": class_path(model),
         "dtypes": dtypes(model),
@@ -192,7 +188,6 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return the dtypes from FSDP's mixed-precision policy. Empty without FSDP."""
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
     else:
@@ -203,7 +198,6 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """Return a model's class path, without FSDP wrappers."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -229,7 +223,6 @@ def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[s
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Identify a tokenizer. `sha256` covers its full definition, and is None without a fast backend."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

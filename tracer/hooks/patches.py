@@ -15,8 +15,6 @@ Points = Mapping[str, tuple[str, str]]
 
 
 class Patches:
-    """Wraps functions, and restores the originals in reverse order."""
-
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -41,7 +39,6 @@ class Patches:
         return True
 
     def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        """Wrap functions by name, and return the missing names."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
@@ -60,7 +57,6 @@ class Patches:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute within the block, then restore it."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:

@@ -30,16 +30,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable with the recording options."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
-"""First folder on PYTHONPATH in recorded processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Recording options passed to child processes."""
-
     run: str
     session: str = ""
     capture: str = "logprobs"
@@ -77,7 +73,6 @@ class Session:
         self.is_sampled_for_trainer = False
         """True while a trainer records this process's engine samples."""
         self.num_engine_steps = 0
-        """Last step number for engines without a trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -87,7 +82,6 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Why writing has stopped."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -129,7 +123,6 @@ class Session:
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another attempt with a new writer."""
         with self.guard("the start of a training run"):
             self.engine_weights.restart()
             from ..liveness import next_attempt
@@ -214,7 +207,6 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Print a notice about missing data once, and store it in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):

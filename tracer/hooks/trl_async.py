@@ -30,8 +30,6 @@ _REWARDS = "rewards/"
 
 
 class SampleQueue:
-    """A trainer's sample queue that remembers which weights generated each sample."""
-
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
@@ -201,7 +199,6 @@ class AsyncTrainerHooks(TrainerHooks):
         self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
         entropy: Any = None, version: int | None = None,
     ) -> None:  # fmt: skip
-        """Record one value per loss term. `version` is None for values from the engine."""
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -218,7 +215,6 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Scatter loss terms to their response positions [S, T]. Other positions are 0."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

@@ -71,14 +71,12 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return batch and row indices on the CPU, [B, 2]."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
 
 
 def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
-    """Return this process's rewards: per function, and their weighted sum."""
     per_func = generation.rewards_per_func
     weights, names = find(trainer, REWARD_WEIGHTS), find(trainer, REWARD_NAMES)
     if per_func is None or weights is None or names is None:
@@ -91,7 +89,6 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the single engine call that produced exactly this batch, or None."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -99,7 +96,6 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return sampled logprobs from `_generate` or a single server call for this batch, or None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -111,7 +107,6 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the engine's finish reasons, or infer them from the last tokens."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -119,7 +114,6 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Infer finish reasons, or None if the last token or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
@@ -165,7 +159,6 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] response lengths."""
         return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
 
     @cached_property
@@ -177,14 +170,12 @@ class PackedRow:
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[S, T] bool, True for tokens in the loss."""
         scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
         scored[self.terms] = True
         return scored
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a padded uint8 tensor [R, L]."""
     import torch
 
     encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]
@@ -193,5 +184,4 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode one row. Unpickling ignores the padding."""
     return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))

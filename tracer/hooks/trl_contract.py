@@ -21,7 +21,6 @@ def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
 
 
 def packed_contract(trainer: Any) -> Contract:
-    """Settings behind a loss over packed rows, where a shared prefix is stored once."""
     contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
     none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
     return contract | none | {"packing": PREFIX_TREE}
@@ -66,7 +65,6 @@ def reference_contract(trainer: Any) -> Contract:
 
 
 def generation_contract(trainer: Any) -> Contract:
-    """Settings for generation with transformers, which returns no logprobs."""
     continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
     return {
         "engine": "transformers",
@@ -89,7 +87,6 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """`server` is the server's configuration, or None if unknown."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -111,7 +108,6 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
 
 
 def uses_server(trainer: Any) -> bool:
-    """Check for TRL's own worker, which calls a vLLM server."""
     return type(trainer.rollout_worker).__module__.startswith("trl.")
 
 
@@ -128,7 +124,6 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Identify the trained model or, with PEFT, the base model and adapter configs."""
     model = trained_model(trainer)
     peft = getattr(model, "peft_config", None) or {}
     configs = {str(name): plain(config.to_dict()) for name, config in peft.items() if hasattr(config, "to_dict")}
@@ -146,7 +141,6 @@ def has_adapters(trainer: Any) -> bool:
 
 
 def autocast_dtype(accelerator: Any) -> Any:
-    """Return accelerate's autocast dtype, or None without autocast."""
     import torch
 
     with accelerator.autocast():

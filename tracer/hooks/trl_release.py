@@ -27,7 +27,6 @@ NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""
 
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions found only on trainers with a sample queue, such as AsyncGRPOTrainer."""
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """Keys required in `_generate_and_score_completions` output."""
@@ -87,7 +86,6 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's vLLM clients from modules already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 
@@ -110,7 +108,6 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Modules with known losses."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -126,7 +123,6 @@ def is_asynchronous(trainer_class: type) -> bool:
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Say why trainers of this class are not recorded, or return None."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
@@ -134,7 +130,6 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Say why this generation output cannot be recorded, or return None."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None

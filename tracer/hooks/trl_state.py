@@ -28,7 +28,6 @@ class Scoring:
     logprobs: Any
     """[rows, T] tensor (nats)."""
     entropy: Any
-    """[rows, T] tensor or None."""
     is_reference: bool
     rows_a_forward: int
     distribution: Distribution | None = None
@@ -55,13 +54,11 @@ class Generation:
     seq_ids: list[str]
     group_ids: list[str]
     captured: np.ndarray
-    """[B] bool, as in TrainRows."""
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
     """[B] last response tokens, or None for an empty response."""
     returned: Any = ()
-    """What the trainer's `_generate` returned."""
     rewards_per_func: Any = None
     """[rows in all processes, F] tensor."""
     scorings: list[Scoring] = field(default_factory=list)
@@ -78,20 +75,16 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A recorded batch, kept for later losses."""
-
     batch: Batch
     policy_version: int
     generated: TrainRows
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
-    """[B] bool, True for rows with a `train` pass."""
     masks_attention: bool
     """True if whole rows may be masked out. Such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Number these rows' forward passes from `first_id`, `rows_a_forward` rows each."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         return Forward(
@@ -114,7 +107,6 @@ class Loss:
 
 _KEPT_BATCHES = 4
 _EVALUATED = -1
-"""Key for the newest evaluation batch."""
 
 
 class TrainerState:
@@ -130,7 +122,6 @@ class TrainerState:
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics already recorded for step `told_step`."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
@@ -141,7 +132,6 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch and return its index. Only recent batches and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -152,13 +142,11 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Reserve `count` forward-pass numbers, and return the first."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
 
     def refresh_contracts(self) -> None:
-        """Discard cached contracts if torch's settings have changed."""
         settings = environment.torch_settings()
         if settings != self._settings:
             self._settings, self._contracts = settings, {}

@@ -41,7 +41,6 @@ class HeadTap:
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
-        """Say why the model's head cannot be read in this process, or return None."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
         # FSDP parameters look whole while gathered for a forward pass, but are freed afterwards.
         is_whole = not any(map(is_sharded, model_parameters(model)))
@@ -69,7 +68,6 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """Return the captured rows' distributions, or None if any row is missing."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
@@ -97,7 +95,6 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return router choices for every token, row by row, or None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -109,7 +106,6 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a tap if this is the `train` pass and router choices are recorded, else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -117,7 +113,6 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Say why router choices are not recorded, if the model has any or the user asked for them."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):

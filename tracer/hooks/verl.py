@@ -81,7 +81,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def install_older(session: Session, module: Any) -> Patches:
-    """Hook verl's older trainer (trainer.use_v1=False), which keeps padded tensors on the driver."""
     from verl.utils import tracking
 
     return _hooked(session, module.RayPPOTrainer, tracking.Tracking, _OLDER_POINTS)
@@ -287,7 +286,6 @@ class TrainerHooks:
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared for a pass, or derive one from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
@@ -300,7 +298,6 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Check for training's sampling settings, since validation may use others."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
@@ -328,7 +325,6 @@ def _next_update(trainer: Any) -> dict[str, Any]:
 
 
 def _bypasses(config: Any) -> bool:
-    """Check whether verl uses the rollout's logprobs as the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
 

@@ -42,7 +42,6 @@ class Row:
 
     @property
     def group_id(self) -> str:
-        """verl's prompt uid, shared by all samples."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
@@ -56,14 +55,12 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Read those columns that exist in the TransferQueue."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    """Return a column as one array per row, or None if missing."""
     if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
     parts = data[name].unbind()
@@ -121,7 +118,6 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
 
 
 def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
-    """Return a padded column as one unpadded array per row, or None if missing."""
     name = _NAMES.get(name, name)
     if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
@@ -142,7 +138,6 @@ def ride_along(batch: Any, told: dict[str, Any]) -> None:
 
 
 def get_off(batch: Any) -> None:
-    """Remove what `ride_along` and the workers added."""
     batch.meta_info.pop(UPDATE_KEY, None)
     for name in (ROW_KEY, *FORWARD_KEYS.values()):
         batch.batch.pop(name, None)
@@ -150,8 +145,6 @@ def get_off(batch: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Step and policy versions around the actor's next update."""
-
     step: int
     version: int
     """Actor updates in the trainer's weights."""
@@ -220,11 +213,9 @@ class Forwards:
 
     @staticmethod
     def are_known(engine: Any) -> bool:
-        """Check that an engine pads rows like verl's FSDP engine."""
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Store each micro-batch as a forward pass."""
         # The driver merges rows from several processes that all count from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
@@ -238,7 +229,6 @@ class Forwards:
                 self._of_row[int(row)] = (number, place, len(rows), after)
 
     def _tail(self, num_tokens: int) -> int:
-        """Return padding to the next bucket size, then to a multiple of the Ulysses ranks."""
         engine, width = self._engine, num_tokens
         settings = engine.engine_config
         bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
@@ -266,7 +256,6 @@ def attended_tokens(loss_mask: Any) -> dict[str, int]:
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Decode `Forwards.column` from one [4] array per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

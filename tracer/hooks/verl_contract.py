@@ -73,7 +73,6 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """Derive the trainer's contract from the configuration, for workers that declared none."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -85,7 +84,6 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """Derive the engine's contract from the configuration, for engines that declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -97,7 +95,6 @@ def configured_rollout(config: Any) -> Contract:
 
 
 def sampling(config: Any) -> dict[str, Any]:
-    """Return verl's sampling settings for training."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "temperature": rollout.temperature,

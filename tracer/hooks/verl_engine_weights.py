@@ -45,7 +45,6 @@ class VerlEngineWeights(EngineWeights):
         self._reads_held = True
 
     async def transfer(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer, taking the trainer's digests before and the engine's after."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -69,7 +68,6 @@ class VerlEngineWeights(EngineWeights):
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the latest comparison under this policy version."""
         if self._newest is None:
             return
         self._version = version
@@ -160,7 +158,6 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Check for sharding over a single rank, which then holds every tensor in full."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 

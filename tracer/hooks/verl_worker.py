@@ -41,16 +41,12 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """One worker's rows in an actor update."""
-
     batch: Batch
     lengths: np.ndarray
-    """[B] response lengths in verl's batch."""
     places: dict[int, int]
     """Row index in verl's batch -> index in `batch`, which excludes padding rows."""
     policy_version: int
     is_last: bool
-    """True for the training run's last update."""
     is_train: bool
     """True if the loss's first logprobs serve as the `train` pass, because verl computes none beforehand."""
     num_mini_batches: int = 0
@@ -96,7 +92,6 @@ class WorkerHooks:
         self._contract: Contract | None = None
         self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
-        """Forward passes in the current engine call, or None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
 
@@ -313,5 +308,4 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Unwrap a TensorDict's non-tensor entry."""
     return getattr(value, "data", value)

@@ -27,7 +27,6 @@ _POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Sampling functions that are not recorded."""
 
 _NO_ROUTING = (
     "router choices are recorded only for the trainer: tim-trace cannot read them from vLLM 0.32, which returns them "
@@ -46,7 +45,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
-    """Hook an engine's functions. `told` receives a notice if this vLLM version is untested."""
     import vllm
 
     session.hooks["vllm"], patches = vllm.__version__, Patches()
@@ -72,7 +70,6 @@ class EngineHooks:
         return self._contracts[key], is_new
 
     def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
-        """Describe the run once, unless a trainer does. `config` is the engine's model_config."""
         if not self._described:
             self._described = True
             self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
@@ -199,7 +196,6 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Trim outputs to what the caller requested. Return the full logprobs, or None if nothing was trimmed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

@@ -24,7 +24,6 @@ from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's finish reasons for aborted and failed requests."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
 """Calls that change the engine's model. verl uses them to keep vocabulary padding out of the softmax."""
@@ -92,7 +91,6 @@ class AsyncEngineHooks(EngineHooks):
         return original(engine, *args, **kwargs)
 
     async def _recorded(self, original: Original, engine: Any, call: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Yield the engine's outputs, and record the request when it ends."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -118,7 +116,6 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return a call that also requests the data to record, and the request to record or None."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -190,7 +187,6 @@ class GivenCompletion:
     tokens: Any = ()
     """At least `num_tokens` token ids. vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs for `tokens`, or None."""
     finish_reason: str | None = None
 
     @property
@@ -224,7 +220,6 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add an output. `given` pairs its completions with the engine's logprobs."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))

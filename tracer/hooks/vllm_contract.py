@@ -44,12 +44,9 @@ _OF_REQUEST = ("max_tokens", "seed", "n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What affects an engine call's logprobs, besides sampling settings."""
-
     adapters: tuple[tuple[str, int, str], ...] = ()
     """(name, number, path) per LoRA adapter."""
     has_grammar: bool = False
-    """True if any request has structured outputs."""
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
@@ -164,7 +161,6 @@ def model_runner(llm: Any) -> Any:
 
 
 def attention_backends(llm: Any) -> list[str] | None:
-    """Return the attention kernels, or None if the engine runs in another process."""
     groups = getattr(model_runner(llm), "attn_groups", None)
     if not groups:
         return None

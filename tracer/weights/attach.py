@@ -39,7 +39,6 @@ class Attached:
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if a tokenizer was stored too. An existing one is kept."""
 
 
 def attach(
@@ -223,7 +222,6 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights will be replaced. Raises InvalidOption if any are recorded."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]

@@ -30,7 +30,6 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integer type by bytes per element."""
 Bits = dict[str, np.ndarray]
 """[E] bits by dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
@@ -54,7 +53,6 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
-    """Return metadata for an [R, E] array. Missing chunks are all zeros."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -98,7 +96,6 @@ def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    """Call `work` for each chunk on the encoder threads, and return the results in order."""
     if num_chunks <= 1:
         # For a small model, waking another thread would slow training more than encoding here.
         return [work(0)]
@@ -125,7 +122,6 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
-    """Decode a chunk to [C] bits, into `out_C` if given. Raises ValueError."""
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
         raise ValueError(f"it does not contain {size:,} elements of {dtype}")
@@ -133,7 +129,6 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Decode a blosc buffer with at most `most` numbers. Raises ValueError."""
     # Check first, because blosc allocates whatever the header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
@@ -197,7 +192,6 @@ def write_changes(path: Path, changes: Changes) -> int:
 
 
 def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
-    """Decode changes to a chunk with `size` elements. Raises ValueError."""
     end = 8 + int.from_bytes(encoded[:8], "little")
     kind = np.dtype(bits_type(dtype))
     distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)

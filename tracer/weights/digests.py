@@ -14,7 +14,6 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Integer dtypes in both torch and NumPy, by bytes per element."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int or, on an accelerator, an int64 tensor that `resolved` converts."""
@@ -55,7 +54,6 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Like `_of_bytes`, but with fewer torch calls."""
     import torch
 
     cast = tensor.to(dtype).contiguous()

@@ -20,11 +20,9 @@ class FlatPart:
 
     values: Any
     start: int
-    """The shard's offset in the whole parameter, in elements."""
     shape: tuple[int, ...]
     requires_grad: bool
     is_replicated: bool
-    """True if every process has the whole parameter."""
 
     @property
     def dtype(self) -> Any:
@@ -71,7 +69,6 @@ def num_elements(parameter: Any) -> int:
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return FSDP shards by module and name, even while they are gathered."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):

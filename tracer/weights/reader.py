@@ -44,8 +44,6 @@ class Tensor:
 
 
 class LazyTensor(Tensor):
-    """Reads its bits from disk on every access."""
-
     __slots__ = ("_read",)
 
     def __init__(self, dtype: str, read: Callable[[], np.ndarray]):
@@ -65,10 +63,8 @@ class WeightReader:
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Maximum bytes to keep in memory."""
 
     def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, checkpoints: str | None = None):
-        """`checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
@@ -179,7 +175,6 @@ class WeightReader:
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """Verify all parts of a version, and return the errors."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -235,7 +230,6 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Return a tensor's [N] bits, verified against the recorded hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -303,7 +297,6 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, keyframe first. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -373,7 +366,6 @@ class WeightReader:
 
     @property
     def told_checkpoints(self) -> str:
-        """Where the recorded checkpoints are, and how to read them."""
         return (
             f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
             f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
@@ -394,7 +386,6 @@ def _attempt(writer: WriterState | None) -> int:
 
 
 def _segment_of(name: str) -> Segment | None:
-    """Parse `<segment>.<version>.json`, or return None."""
     stem, _, version = name.removesuffix(".json").rpartition(".")
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 

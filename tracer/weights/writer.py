@@ -57,7 +57,6 @@ ENCODERS = 2  # compression threads
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""Changes per chunk, by dtype."""
 
 
 class WeightWriter:
@@ -71,14 +70,11 @@ class WeightWriter:
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME, most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):  # fmt: skip
-        """`account` receives a SealedFile for each metadata file, by path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Bytes in the segment's keyframe and in its deltas."""
         self._is_few = True
-        """True while the segment has only sparse changes after its keyframe."""
         self._recent: list[list[ChunkChanges]] = []
         """Changes not yet summed, by level: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
