@@ -76,7 +76,7 @@ SECTIONS = {
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Commands and purposes by section in `--help`, in at most 80 columns."""
+"""Lines in `--help` have at most 80 columns."""
 
 
 class _Failure(click.ClickException):
@@ -93,7 +93,7 @@ _left_out: list[str] = []
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print each TimTraceWarning once, as a plain sentence."""
+    """Print TimTraceWarnings as plain sentences, without duplicates."""
     others = warnings.showwarning
     told: set[str] = set()
     _damage_told.clear()
@@ -119,14 +119,14 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames, which can keep a DuckDB connection open that prints an error at exit."""
+    """Clear an error's frames. They can keep a DuckDB connection open that prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _print(text: str, **how: Any) -> None:
-    """Print to stdout. On failure, discard the buffer, which the interpreter would otherwise write at exit."""
+    """Print to stdout. On failure, discard the buffer so that the interpreter does not write it at exit."""
     try:
         click.echo(text, **how)
     except BrokenPipeError:  # e.g. `| head`: click exits quietly
@@ -195,7 +195,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command with all frameworks' options, each framework in a help section of its own."""
+    """A command with all frameworks' options, grouped by framework in its help."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -336,8 +336,8 @@ _confidence = click.option(
 )
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
-    help="Download and run this recorded attention kernel from the Hugging Face hub, e.g. kernels-community/flash-attn2. "
-    "Can be repeated.",
+    help="Download and run this recorded attention kernel from the Hugging Face hub. Can be repeated, e.g. "
+    "kernels-community/flash-attn2.",
 )  # fmt: skip
 
 
@@ -420,7 +420,7 @@ def main() -> None:
 @click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of the weights sent to vLLM (given), and also of the weights in its memory (held).",
+    help="Record digests of weights sent to vLLM (given), or also of its own copy (held).",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Append to an existing trace, when a run resumes from a checkpoint.")
 @click.option(
@@ -433,8 +433,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
-    folder or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run
-    this command on each of them and use the same folder.
+    folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). On several nodes, run this command on each of
+    them and use the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
@@ -712,7 +712,7 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def compare(a: str, b: str, form: _Form, **options: Any) -> None:
-    """List the differences between two runs, earliest first, with the step at which each begins.
+    """List the differences between two runs and the step where each begins, earliest first.
 
     Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
     responses, advantages for identical rewards, policy-version lags, and every series in dynamics. For a series,
@@ -799,8 +799,8 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score a random sample, by whole groups: a share (below 1) or a number of sequences. A larger value in a later call "
-    "extends it.",
+    help="Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
+    "call extends it.",
 )  # fmt: skip
 @_arm_options
 @click.option(
@@ -863,7 +863,8 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above). Can be repeated. Options shared with replay: "
+    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above). Can be repeated. Options shared "
+    "with replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
@@ -1262,8 +1263,7 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return (
-            f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code}, see its error "
-            f"above)"
+            f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code}, see above)"
         )
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
@@ -1271,7 +1271,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
-        "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S, in an environment with tim-trace "
+        "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S in an environment with tim-trace "
         "installed. For a custom training loop, use tim_trace.Recorder"
     )
 
@@ -1287,8 +1287,8 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. Changed here: "
-            f"{'; '.join(broken[0].differs)}"
+            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
+            f"Changed here: {'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
@@ -1297,7 +1297,10 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
 def _sampled(sample: Sample) -> str:
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
+    return (
+        f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed})"
+        f"{thin}"
+    )
 
 
 def _attached(trace: str, found: Any) -> str:

@@ -26,7 +26,7 @@ SWEEP_BUCKETS = 128
 STEP_TOKENS = 32 << 10
 """Minimum response tokens per row group. Smaller steps share one."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Upper limit for raising STEP_TOKENS, and the row groups per file above which it is raised."""
+"""Limit for raising STEP_TOKENS, and the number of row groups per file that triggers it."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -64,10 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return top-K logprobs and tail mass, or full-vocabulary logprobs.
-
-    The tail mass is accurate to about 1e-7, so a smaller tail may become -inf.
-    """
+    """Return top-K logprobs and tail mass, or full-vocabulary logprobs. A tail below 1e-7 may become -inf."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)
@@ -86,7 +83,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # Where vLLM merged several outputs, a flat position lists the sampled token only once, at its rank.
+        # If vLLM merged outputs, a flat position lists the sampled token only once (at its rank).
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)

@@ -22,9 +22,9 @@ _ROW_BYTES = 256
 _NUM_ROWS = 64
 _MAX_VALUES = 256  # distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values per row, original to copy, to call the copy rounded."""
+"""Minimum ratio of distinct values per row (original / copy) for the copy to count as rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""In units of the cosine's standard deviation between unrelated rows."""
+"""Minimum cosine, in units of the standard deviation for unrelated rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -126,7 +126,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take digests of the trainer's weights once per policy version, before the transfer."""
+        """Take digests of the trainer's weights before the transfer, once per policy version."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return

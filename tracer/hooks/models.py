@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Remove wrappers from the trained model, except FSDP1's, which holds the parameters."""
+    """Return the unwrapped model, but keep FSDP1's wrapper because it holds the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -49,10 +49,7 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name, value, and value without its adapter (None if no adapter applies).
-
-    PEFT merges adapters in a temporary copy of the layer. Quantised tensors are skipped.
-    """
+    """Yield (name, tensor, tensor without its adapter or None), skipping quantised tensors."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():
@@ -86,10 +83,10 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the engine's copy of each sent weight.
+    """Yield sent weights by name, as the engine's model holds them.
 
-    `shapes` maps the sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded
-    tensors, stacked experts and tensors packed for a kernel are skipped.
+    `shapes` maps sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
+    stacked experts and tensors packed for a kernel are skipped.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}

@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Errors in `record` end one part of the recording, and errors in `guard` end all of it. Neither reaches the program.
+    Errors in `record` end one part of the recording, and errors in `guard` end it all. Neither reaches the program.
     Recording never calls a collective, because other processes may have stopped recording.
     """
 
@@ -159,8 +159,7 @@ class Session:
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Keep recording errors from reaching the program.
 
-        An error ends this process's recording, unless `otherwise` handles it. `what` names the data lost. Time spent
-        here counts as overhead.
+        `what` names the data lost. An error ends this process's recording, unless `otherwise` handles it.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:

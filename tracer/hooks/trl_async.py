@@ -1,6 +1,6 @@
-"""Record TRL's AsyncGRPO trainers, which pack queued samples into rows.
+"""Record TRL's AsyncGRPO trainers. Queued samples are packed into rows, and old logprobs come from the engine.
 
-Old logprobs come from the engine. Shapes: S samples per row, T longest response, M loss terms.
+Shapes: S samples per row, T longest response, M loss terms.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Optimizer updates included in each weight version, by trainer."""
+        """Trainer -> {weight version: optimizer updates}."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True

@@ -1,9 +1,4 @@
-"""Read TRL batches: passes, loss rows, rewards and finish reasons.
-
-Packed samples travel in the batch as bytes.
-
-Shapes: B rows per process, T padded response width, F reward functions, R packed rows, L longest encoded row (bytes).
-"""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons. Packed samples travel in the batch as bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +19,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """A scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices, which survive shuffling, or for encoded samples."""
+"""Batch key for row indices or encoded samples, to recognise them after shuffling."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name each pass by its output tensor or, for RLOO, by call order."""
+    """Name each pass by its output tensor (RLOO: by call order)."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -147,7 +142,7 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of loss tokens. Never token 0, which nothing predicts."""
+        """Indices of loss tokens. Token 0 is never one, because nothing predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 

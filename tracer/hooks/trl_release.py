@@ -91,7 +91,7 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Name TRL's function for adding a fused head (1.15 and newer), which a replay calls too."""
+    """Name TRL's function for adding a fused head (1.15 and newer). A replay calls it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
@@ -144,8 +144,8 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     if version is not None and untested("trl", version):
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
-        f"trainer {trainer_class.__qualname__} in {trainer_class.__module__} is not recorded, because {reason}{release}; "
-        "for trainers without GRPOTrainer's functions and for your own training loop, use tim_trace.Recorder"
+        f"trainer {trainer_class.__qualname__} in {trainer_class.__module__} is not recorded, because {reason}"
+        f"{release}; for trainers without GRPOTrainer's functions and your own training loop, use tim_trace.Recorder"
     )
 
 

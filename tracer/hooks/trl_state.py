@@ -100,7 +100,7 @@ class Recorded:
 class Loss:
     recorded: Recorded
     rows: np.ndarray
-    """Indices into the generation batch, in loss order."""
+    """[rows] indices into the generation batch."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Forward passes recorded so far, by (split, pass)."""
+        """(split, pass) -> forward passes recorded so far."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None

@@ -355,9 +355,9 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep them, and no vLLM "
-                    "call returned exactly one process's rows (several turns, tensor parallelism, or a server without "
-                    "logprobs)"
+                    f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep them, and no "
+                    "vLLM call returned exactly one process's rows (several turns, tensor parallelism, or a server "
+                    "without logprobs)"
                 )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []

@@ -58,19 +58,19 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""verl 0.8's entry point, with a trainer of its own."""
+"""Entry point in verl 0.8. It defines its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
-    "verl's workers in {} are not hooked, so current logprobs, weights, training contracts and forward-pass rows are not "
-    "recorded; {}"
+    "verl's workers in {} are not hooked, so current logprobs, weights, training contracts and forward-pass rows are "
+    "not recorded; {}"
 )
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
     "verl {}: only metrics are recorded, because this release's trainer has no actor-update function to hook. For text "
-    "and rewards, use verl 0.7 or newer, or set trainer.rollout_data_dir=DIR and run `tim-trace import verl DIR -o RUN` "
-    "afterwards"
+    "and rewards, use verl 0.7 or newer, or set trainer.rollout_data_dir=DIR and run "
+    "`tim-trace import verl DIR -o RUN` afterwards"
 )
 
 _NO_DISTRIBUTIONS = "verl's passes are recorded as sampled-token logprobs, without distributions (--capture {})"
@@ -192,7 +192,7 @@ class TrainerHooks:
     def update_older_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The async trainers define their own `fit`, which cannot be hooked under Ray.
+        # The async trainers' own `fit` cannot be hooked under Ray.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)

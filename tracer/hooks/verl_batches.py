@@ -167,7 +167,7 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async computes `old_log_probs` with the weights from the start of the step.
+    # v1's separate_async uses start-of-step weights for `old_log_probs`.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
@@ -195,16 +195,13 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices, which survive shuffling into micro-batches."""
+"""Batch key for row indices, to recognise rows in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Output column for `Forwards.column`, by pass."""
+"""Pass -> worker output column with its `Forwards.column`."""
 
 
 class Forwards:
-    """Forward passes in an engine call.
-
-    Each row has four numbers: forward pass, position, rows in that pass, and padding after the row.
-    """
+    """For each row in an engine call: its forward pass, its position, rows in that pass, padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         self._engine = engine
@@ -237,7 +234,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return the four numbers per row, [B, 4] int64, or None if a row had no forward pass."""
+        """Return these four numbers per row, [B, 4] int64, or None if a row had no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]

@@ -33,10 +33,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Settings behind logprobs from a forward pass before the loss (`recomputed`) or from the `loss`.
-
-    `dtype` is the logprobs' own: near -4 nats, bfloat16 values are 0.031 nats apart.
-    """
+    """Settings behind a worker's logprobs. `source` is `recomputed` (before the loss) or `loss`."""
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"

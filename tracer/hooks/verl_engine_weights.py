@@ -1,7 +1,4 @@
-"""Compare the weights in verl's trainer and engine, from the worker that sends them.
-
-The engine process computes digests on request.
-"""
+"""Compare weights between verl's trainer and engine, in the worker that sends them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ NAIVE = "naive"
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to other processes; use "
-    "trainer.v1.trainer_mode=sync, which sends them from the worker itself"
+    "trainer.v1.trainer_mode=sync to send them from the worker itself"
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"

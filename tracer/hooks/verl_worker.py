@@ -44,7 +44,7 @@ class Update:
     batch: Batch
     lengths: np.ndarray
     places: dict[int, int]
-    """Row index in verl's batch -> index in `batch`, which excludes padding rows."""
+    """Row in verl's batch -> row in `batch` (without padding rows)."""
     policy_version: int
     is_last: bool
     is_train: bool
@@ -275,7 +275,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record a contract once, from one process, for a pass whose scores the driver records."""
+        """Record the contract once, from one process, for a pass that the driver records."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

@@ -1,4 +1,4 @@
-"""Record vLLM's offline engine, in the process that calls `LLM.generate` or `LLM.chat`."""
+"""Record vLLM's offline engine (`LLM.generate` and `LLM.chat`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _POINTS = {
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
 
 _NO_ROUTING = (
-    "router choices are recorded only for the trainer: tim-trace cannot read them from vLLM 0.32, which returns them "
-    "(enable_return_routed_experts) only from Model Runner V2 with Triton"
+    "router choices are recorded only for the trainer: tim-trace cannot read vLLM's (enable_return_routed_experts) yet"
 )
 _NO_TOKENIZER = "tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)"
 EMBEDDED = "rollouts from embedded prompts (prompt_embeds) are not recorded, because their token ids are unknown"
@@ -161,8 +160,8 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only if one engine call returns exactly one process's rows, which "
-                "excludes tools, multi-turn rollouts and vLLM tensor parallelism"
+                "rollout distributions are captured only if one engine call returns exactly one process's rows "
+                "(no tools, multi-turn rollouts or vLLM tensor parallelism)"
             )
             return [False] * rows
         return [bool(keep) for keep in generation.captured]

@@ -1,6 +1,6 @@
-"""Record vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
+"""Record vLLM's serving engine (`AsyncLLM.generate`).
 
-Under verl, only the rollout contract is recorded here. The driver records the sequences.
+Under verl, only the rollout contract is recorded here, because the driver records the sequences.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _BARE = (
     "their own sampling parameters"
 )
 _LOST = (
-    "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller received any "
-    "token"
+    "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller received "
+    "any token"
 )
 
 

@@ -32,7 +32,7 @@ _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("method", "model", "num_speculative_tokens"),
     "load_config": ("load_format",),
 }  # fmt: skip
-"""vLLM settings that can change a logprob, by section."""
+"""Section -> vLLM settings that can change a logprob."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -91,11 +91,7 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Settings behind a serving engine's logprobs, except those that vary between requests.
-
-    The engine's kernels are unknown, because it runs in other processes. `model_patches` lists the caller's model
-    changes.
-    """
+    """Settings behind a serving engine's logprobs, except those that vary between requests."""
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,

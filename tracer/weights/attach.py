@@ -51,9 +51,9 @@ def attach(
 ) -> Attached:
     """Record weights from a Hugging Face model folder as a policy version, so an imported dump can be replayed.
 
-    `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be a
-    transformers class, because code in the folder is never run. The config is stored with the weights, and so is the
-    tokenizer from `tokenizer` or `folder`. An interrupted call leaves the trace unchanged.
+    `folder` contains config.json and safetensors files from `save_pretrained`. The model must be a transformers class,
+    because code in the folder is never run. The config is stored with the weights, and so is the tokenizer from
+    `tokenizer` or `folder`. An interrupted call leaves the trace unchanged.
 
     `force` replaces weights attached earlier. Recorded weights cannot be replaced, because later versions build on
     them.
@@ -96,8 +96,7 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a folder's model (in its stored dtypes) and tokenizer. Raises WeightsMissing, InvalidOption or
-    NotInstalled."""
+    """Load the model (in its stored dtypes) and the tokenizer."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"

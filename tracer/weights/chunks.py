@@ -3,9 +3,8 @@
 Any Zarr library can read them (core 3.0, codecs `bytes` and `blosc`). They are written without one, because it would
 take 10 ms and start threads for each array, and threads cannot be started at interpreter exit.
 
-At a small learning rate, an update changes few half-precision weights, mostly in the last bit. A change is stored as
-two numbers: the distance from the previous changed element, and new minus old bits, as unsigned integers with
-wraparound. Changes from several updates can be added in any order, and undone.
+A change is two numbers: the distance from the previous changed element, and new minus old bits (unsigned, with
+wraparound). Changes from several updates can be added in any order, and undone.
 
 Shapes: R rows (versions), E elements in a row, C elements in a chunk, K changed elements in a chunk, G distance bytes.
 """

@@ -149,9 +149,9 @@ class WeightReader:
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Load a version's tensors by name. A tied tensor appears under all its names.
 
-        The newest training attempt is read by default. With `is_lazy`, tensors are read and verified on access, which
-        must happen before another version is loaded. Raises WeightsMissing if any writer's part is missing, and
-        DamagedTrace if the bits differ from the recorded ones.
+        The newest training attempt is read by default. With `is_lazy`, tensors are read and verified on access. Access
+        them before loading another version. Raises WeightsMissing if any writer's part is missing, and DamagedTrace if
+        the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -307,8 +307,8 @@ class WeightReader:
             if parent not in by_row:
                 raise WeightsMissing(
                     f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} in "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not need it can still be "
-                    f"rebuilt"
+                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not need it can "
+                    f"still be rebuilt"
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(

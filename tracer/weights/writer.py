@@ -39,8 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. Can be exceeded while all deltas together are below the keyframe's
-size."""
+"""Versions per segment if many elements change (more while deltas total less than the keyframe)."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
@@ -76,7 +75,7 @@ class WeightWriter:
         self._stored = self._of_deltas = 0
         self._is_few = True
         self._recent: list[list[ChunkChanges]] = []
-        """Changes not yet summed, by level: single rows, sums over STRIDE rows, and so on."""
+        """Level -> changes not yet summed: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
         """Elements to change when rebuilding each row from the keyframe."""
         self._segment = Segment(writer, -1)
