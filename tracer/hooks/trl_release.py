@@ -32,7 +32,7 @@ OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """Keys required in `_generate_and_score_completions` output."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules with TRL's vLLM clients. The last one is gone since TRL 0.28."""
+"""Modules with TRL's vLLM clients. The last one exists only before TRL 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     if version is not None and untested("trl", version):
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
-        f"trainer {trainer_class.__qualname__} in {trainer_class.__module__} is not recorded, because {reason}"
-        f"{release}; for trainers without GRPOTrainer's functions and your own training loop, use tim_trace.Recorder"
+        f"trainer {trainer_class.__qualname__} in module {trainer_class.__module__} is not recorded, because "
+        f"{reason}{release}; for trainers without GRPOTrainer's functions and your own training loop, use tim_trace.Recorder"
     )
 
 

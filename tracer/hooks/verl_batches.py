@@ -246,7 +246,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the attended width if attention skips tokens. Before verl 0.8, it follows the loss mask's width."""
+    """Return how many tokens attention sees, if not all. Before verl 0.8, this is the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

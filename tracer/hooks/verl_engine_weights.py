@@ -28,7 +28,7 @@ _APART = (
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"
-_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to the engine are still recorded"
+_NOT_HELD = "the engine's own weights cannot be read ({}), but the weights sent to it are still recorded"
 
 
 class VerlEngineWeights(EngineWeights):
