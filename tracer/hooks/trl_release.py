@@ -145,7 +145,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
         f"trainer {trainer_class.__qualname__} in module {trainer_class.__module__} is not recorded, because "
-        f"{reason}{release}; for trainers without GRPOTrainer's functions and your own training loop, use tim_trace.Recorder"
+        f"{reason}{release}; for other trainers and your own training loop, use tim_trace.Recorder"
     )
 
 
