@@ -1,5 +1,3 @@
-"""Merge a trace's files, into a copy or in place."""
-
 from __future__ import annotations
 
 import tempfile

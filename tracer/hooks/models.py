@@ -129,7 +129,6 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record each policy version once. `is_first` marks the process that records unsharded tensors."""
         if self._version == version:
             return
         self._version = version

@@ -1,5 +1,3 @@
-"""Contracts for a TRL trainer's passes."""
-
 from __future__ import annotations
 
 import json

@@ -231,7 +231,6 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current weights once. `adapted` restricts this to models with or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)

@@ -120,7 +120,6 @@ class TrainerHooks:
         self._flushes = False
         """True if Ray may kill this process when training ends, so records are flushed early."""
         self._is_last = False
-        """True from the last step on, if records are flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
 

@@ -28,7 +28,6 @@ _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 """RayPPOTrainer's names for these columns."""
 
 UPDATE_KEY = "tim_trace_update"
-"""Batch key for an update's step and policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,3 @@
-"""Contracts for verl's passes, and verl's loss."""
-
 from __future__ import annotations
 
 from importlib.metadata import version

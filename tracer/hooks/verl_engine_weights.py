@@ -35,7 +35,6 @@ class VerlEngineWeights(EngineWeights):
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
-        """verl's training engine during a weight transfer, else None."""
         self._newest: Any = None
         """Training engine in the latest transfer, until the comparison is recorded."""
         self._found: dict[str, int] = {}

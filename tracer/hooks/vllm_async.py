@@ -171,7 +171,6 @@ class AsyncEngineHooks(EngineHooks):
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Record the contract once per set of sampling settings, before the caller receives a rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
