@@ -1,6 +1,6 @@
 """The command line. Each command makes one API call and prints the result.
 
-Data goes to stdout; progress and warnings go to stderr. Exit codes: 0 success, 1 a finding, 2 incorrect usage or an
+Data goes to stdout, progress and warnings to stderr. Exit codes: 0 success, 1 a finding, 2 incorrect usage or an
 unreadable trace. Heavy modules are imported only when a command runs.
 """
 
@@ -48,7 +48,7 @@ SECTIONS = {
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
-        "watch": "Show a run while it is being recorded, with its first alerts.",
+        "watch": "Watch a run and its first alerts while it is recorded.",
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
@@ -71,31 +71,29 @@ SECTIONS = {
     },
     "replaying in depth": {
         "triangulate": "Attribute the mismatch to trainer and engine.",
-        "gradient": "Recompute gradients, as recorded and under each arm.",
+        "gradient": "Recompute gradients as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Sections of `--help`: each command with its purpose, in at most 80 columns."""
+"""Lines in `--help` have at most 80 columns."""
 
 
 class _Failure(click.ClickException):
     def __init__(self, error: TimTraceError, options: Collection[str]):
-        """`options` are the flags of the command that failed."""
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
 _damage_told: list[str] = []
-"""Damaged or missing parts of the command's traces, one sentence each."""
 
 _left_out: list[str] = []
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print TimTraceWarnings as plain sentences, each once; leave other warnings unchanged."""
+    """Print TimTraceWarnings as plain sentences, without duplicates."""
     others = warnings.showwarning
     told: set[str] = set()
     _damage_told.clear()
@@ -121,14 +119,14 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames, which may keep a DuckDB connection open that would print an error at exit."""
+    """Clear an error's frames. They can keep a DuckDB connection open that prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _print(text: str, **how: Any) -> None:
-    """Print to stdout. On failure, discard stdout's buffer, which the interpreter would otherwise write at exit."""
+    """Print to stdout. On failure, discard the buffer so that the interpreter does not write it at exit."""
     try:
         click.echo(text, **how)
     except BrokenPipeError:  # e.g. `| head`: click exits quietly
@@ -139,16 +137,14 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens for which `record` computes the run's sums. For smaller runs, the first query
-computes them."""
+"""Minimum response tokens for `record` to compute the run's sums. Below that, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
 class Commands(click.Group):
-    """Command group with sections in its help; prints a TimTraceError as one line and exits with its code."""
+    """Groups commands in its help, and prints a TimTraceError as one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command, giving it -q and showing option defaults in its help."""
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
@@ -185,8 +181,6 @@ class Commands(click.Group):
 
 
 class _FrameworkOption(click.Option):
-    """An option of one or more frameworks, passed to the command only if the user gave it."""
-
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
@@ -201,12 +195,12 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command that accepts every framework's options and lists them in one help section per framework."""
+    """A command with all frameworks' options, grouped by framework in its help."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if self._options is None:  # deferred, since frameworks' modules import DuckDB
+        if self._options is None:  # deferred, because frameworks import DuckDB
             options: dict[str, _FrameworkOption] = {}
             for declared in declared_options():
                 if declared.name in options:
@@ -240,17 +234,12 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Text width in columns; None with --wide or if stdout is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
         self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
-        """Print a result in this format; `rows` returns it as a table, for CSV.
-
-        JSON output is an object with the result's fields (or its table, under `rows`) and the damaged files (under
-        `damaged`).
-        """
+        """Print a result in this format. JSON output also lists damaged files."""
         if self.as_json:
             value = json()
             found = value if isinstance(value, dict) else {"rows": value}
@@ -265,10 +254,9 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with the functions NAME_text, NAME_rows or NAME_json of the module given in its `_text`.
+        """Print a result with NAME_text, NAME_rows and NAME_json from the module named in its `_text`.
 
-        `text` and `rows` are extra arguments for these functions. If the module has no NAME_json, the JSON output
-        contains the result's fields and the text from NAME_sentence.
+        Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
         """
         module, _, function = found._text.partition(":")
         name, renderers = function.removesuffix("_text"), vars(import_module(module))
@@ -284,7 +272,6 @@ class _Form:
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
-        """Print a table; `name` is its key in MAIN_COLUMNS."""
         self.answer(
             json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
         )
@@ -292,12 +279,11 @@ class _Form:
 
 _CSV = click.option(
     "--csv", "as_csv", is_flag=True,
-    help="Print CSV at full precision. Recorded text is not escaped: a spreadsheet may run it as a formula.",
+    help="Print CSV at full precision. Recorded text is not escaped, so a spreadsheet may run it as a formula.",
 )  # fmt: skip
 _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
-    help="Print a briefing for further analysis: summary, evidence, suspects that cannot be told apart, and SQL for "
-    "open questions.",
+    help="Print a briefing for further analysis: summary, evidence, undecided suspects, and SQL for open questions.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
@@ -325,13 +311,13 @@ def _prints(
 
 _steps = click.option(
     "--steps", default="all", metavar="STEPS",
-    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several of these separated by commas.",
+    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or a comma-separated list.",
 )  # fmt: skip
 _pair = click.option(
-    "--pair", default="train:rollout", metavar="A:B", help="Passes to compare; d = logprob(A) - logprob(B)."
+    "--pair", default="train:rollout", metavar="A:B", help="Passes to compare, where d = logprob(A) - logprob(B)."
 )
 _weights_from = click.option(
-    "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, if the trace has no weights of its own."
+    "--weights-from", metavar="DIR", help="Folder with the run's checkpoints, if the trace has no weights."
 )
 
 
@@ -346,16 +332,16 @@ _confidence = click.option(
     default=0.95,
     type=float,
     metavar="C",
-    help="Confidence level of the intervals, which are computed over groups.",
+    help="Confidence level for intervals over groups.",
 )
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
-    help="Download this recorded attention kernel from the Hugging Face hub and run it, e.g. kernels-community/flash-attn2; can be repeated.",
+    help="Download and run this recorded attention kernel from the Hugging Face hub. Can be repeated, e.g. "
+    "kernels-community/flash-attn2.",
 )  # fmt: skip
 
 
 def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
-    """The first of `values` is the default."""
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
@@ -382,16 +368,16 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Distribute the work over a Ray cluster: auto or HOST:PORT; without ADDRESS, start one here.",
+    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start one here.",
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
-    help="GPUs per Ray actor; may be a fraction.  [default: 1 with a GPU, else 0]",
+    help="GPUs per Ray actor (can be a fraction).  [default: 1 with a GPU, else 0]",
 )  # fmt: skip
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append examples to a command's help; a test runs all of them."""
+    """Append examples to a command's help. A test runs them all."""
 
     def add(command: click.Command) -> click.Command:
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
@@ -412,46 +398,43 @@ def main() -> None:
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
-@click.option(
-    "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
-)
+@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="How much to keep per token.")
 @click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of sequences whose distributions are kept.",
+    help="Share of sequences to keep distributions for.",
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
+    help="Record every policy version's weights, bit for bit (auto: only for models up to --weights-below).",
 )  # fmt: skip
 @click.option(
     "--weights-below",
     default="500MB",
     metavar="SIZE",
-    help="Size of the largest model whose weights --weights auto records.",
+    help="Maximum model size for --weights auto.",
 )
 @click.option(
     "--weights-from", metavar="DIR",
-    help="Read weights from the Hugging Face checkpoints that the run saves in this folder, instead of recording them.",
+    help="Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
 )  # fmt: skip
-@click.option("--routing", is_flag=True, help="Record the router choices of a mixture of experts for every token.")
+@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Weight digests to record at every version: of the tensors sent to vLLM (given), or also of those in its memory "
-        "(held).",
+    help="Record digests of weights sent to vLLM (given), or also of its own copy (held).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Append to the existing trace, for a run that resumes from a checkpoint.")
+@click.option("--resume", is_flag=True, help="Append to an existing trace, when a run resumes from a checkpoint.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="Seconds that a process waits for an unresponsive file system before it continues without recording.",
+    help="How long to wait for an unresponsive file system before the program continues without recording.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    Every Python process that COMMAND starts is recorded; no code changes are needed. The exit code is COMMAND's. RUN
-    is a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. To record a job on
-    several nodes, run this command on each of them with the same folder.
+    Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
+    folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). On several nodes, run this command on each of
+    them and use the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
@@ -489,7 +472,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
-    help="Import the column or field THEIRS as OURS; can be repeated. THEIRS= skips it.",
+    help="Import column or field THEIRS as OURS. THEIRS= skips it. Can be repeated.",
 )  # fmt: skip
 @_steps
 @click.option(
@@ -497,7 +480,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
     default=1.0,
     type=float,
     metavar="F",
-    help="Share of the sequences to import, selected by a hash of their names.",
+    help="Share of sequences to import, selected by a hash of their names.",
 )
 @click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
@@ -505,12 +488,12 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Convert another tool's files to a trace, or add their new data to an existing one.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift; docs/reference/import-formats.md lists the files each one reads. Importing a folder
+    torchtitan or ms-swift. docs/reference/import-formats.md lists the files that each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
-    FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
-    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (listed in docs/reference/trace-format.md).
-    PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
+    FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
+    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is
+    a file or a folder. For parquet, it can also be a pattern or a URL (s3://bucket/dump).
     """
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
@@ -563,16 +546,16 @@ def verify(trace: str, form: _Form) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), leaving RUN unchanged."
+    "-o", "--output", metavar="RUN2", help="Write the result to this folder or URL (s3://...) and leave RUN unchanged."
 )
-@click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
+@click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size per merged file.")
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge a trace's many files into a few, sorted by step and pass.
 
-    Every result stays the same, bit for bit; opening, reading single steps and reading from object storage get faster.
-    It is safe to interrupt: the trace stays complete, and the next call picks up where it left off.
+    Results stay the same, bit for bit. Opening a trace, reading single steps and reading from object storage get
+    faster. You can interrupt it at any time: the trace stays complete, and the next call resumes.
     """
     from .analysis.compact import compaction_text
 
@@ -593,9 +576,9 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Run a DuckDB SQL query on one or more traces.
 
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators
-    and patches (results of locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d =
-    logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. If QUERY is
-    omitted, queries are read from stdin or a prompt.
+    and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs, where d =
+    logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without QUERY,
+    queries are read from stdin or a prompt.
     """
     from .analysis.query import Session, prompt, split_arguments
 
@@ -617,8 +600,8 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one over one or more traces.
 
-    Each query begins with a comment on the units, the source of the formula and how to read the result. --sql prints
-    the query with its comment.
+    Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
+    this comment.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
@@ -641,22 +624,22 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "sequence", "layer", help="What each row describes; layer: router choices.")
+@_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices).")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles for runs of any size; by default, they are accurate to 0.1% above 33,554,432 tokens.",
+    help="Compute exact quantiles. By default, they are accurate to 0.1% above 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="Print the metrics of this framework, as it defines them; its options are below.",
+    help="Print this framework's metrics by its own definitions. Its options are listed below.",
 )  # fmt: skip
 @_ray
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in the trace (sums/ and index/) if it is local, finished and writable, so that the
-    next call does not read tokens.
+    Stores the sums per sequence in the trace (sums/ and index/) if it is local, finished and writable, so the next call
+    need not read tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -675,7 +658,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@click.option("--control", metavar="RUN2", help="Baseline run, with the same seeds and one deliberate change.")
+@click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
 )
@@ -683,9 +666,9 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Start here. Runs attribute and check, reports the precision of each side, and compares the trace's metrics with
-    published values and alert levels, computing each metric as its source defines it. Says which questions the replays
-    in the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
+    Start here. Runs attribute and check, reports each side's precision, and compares metrics with published values and
+    alert levels, computing each metric as its source defines it. Shows what the trace's replays answer, and suggests
+    replays for the rest. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
@@ -712,8 +695,8 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
     Covers temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or
-    partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Each fault found is
-    listed with its evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
+    partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Faults are listed by
+    likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -729,11 +712,11 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def compare(a: str, b: str, form: _Form, **options: Any) -> None:
-    """List the differences between two runs, earliest first, with the step at which each begins.
+    """List the differences between two runs and the step where each begins, earliest first.
 
-    Compares settings, sampling and contracts; prompts, responses, logprobs of identical tokens, rewards of identical
-    responses, advantages for identical rewards; policy-version lags; and every series of dynamics, with the first step
-    at which the difference exceeds noise and its size in standard deviations.
+    Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
+    responses, advantages for identical rewards, policy-version lags, and every series in dynamics. For a series,
+    reports the first step where the difference exceeds noise, and its size in standard deviations.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -743,28 +726,28 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "length", help="What each row describes; length: quartiles of sequence length in tokens.")
-@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
+@_by("run", "step", "length", help="What each row describes (length: quartiles by sequence length).")
+@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
 @click.option(
-    "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
+    "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
 )
-@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Range of token ratios that icepop keeps.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Token ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Range that a sequence's geometric mean ratio must be in for geometric to keep it.",
+    help="Geometric mean ratios per sequence that geometric keeps.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
-    help="Token ratio below which veto drops the sequence.",
+    help="veto drops sequences that have a token ratio below this.",
 )  # fmt: skip
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Thresholds default to the published ones; verl's presets always use verl's own. Every row shows the full rule,
-    the ratio that the source bounds (verl's k1 bounds the inverse ratio), and the condition for keeping a token in
-    terms of rho = exp(d).
+    Thresholds default to published ones, but verl's presets always use verl's own. Every row shows the full rule, the
+    ratio bounded in the source (verl's k1 bounds the inverse ratio), and the condition for keeping a token, where rho =
+    exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -775,19 +758,19 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--loss", metavar="KIND|FIELDS",
-    help="Loss to use instead of the recorded one: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields of the "
-    "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
+    help="Override the recorded loss: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields to set, e.g. "
+    "gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
-@_by("run", "step", help="What each row describes; run adds the worst steps.")
+@_by("run", "step", help="What each row describes (run adds the worst steps).")
 @_ray
-@_prints(json="Print JSON at full precision, with every step.")
+@_prints(json="Print JSON at full precision, including every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    Compares each token's contribution under the ratio that the loss used with its contribution under the correct ratio,
-    current / rollout. Results are split by the sign of the advantage and into clip decisions, corrections and policy
-    drift. The loss is read from the trace; --loss overrides it.
+    Compares each token's contribution under the loss's ratio with its contribution under the correct ratio, current /
+    rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss
+    overrides the recorded loss.
     """
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -803,7 +786,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Report when each series of a run changed, and which changed first.
 
     Covers mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer and policy lag.
-    Each change in level or slope is shown with its step and interval; for k3, also the growth rate.
+    Changes in level or slope come with a step and an interval, and for k3 with a growth rate.
     """
     form.result(_asked(analysis.dynamics, trace, **options))
 
@@ -816,12 +799,12 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score only a random sample: a share (below 1) or a number of sequences, in whole groups. A larger value in a "
-        "later call extends the sample.",
+    help="Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
+    "call extends it.",
 )  # fmt: skip
 @_arm_options
 @click.option(
-    "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
+    "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1. Can be repeated."
 )
 @_model_factory
 @_weights_from
@@ -829,16 +812,16 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Write nothing; print the remaining work of each arm, with a time estimate from the first rows.",
+    help="Write nothing, but print each arm's remaining work and a time estimate from the first rows.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, one row per step; with --dry-run, one row per arm.")
+@_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
-    Without options, steps are replayed with the recorded settings. Every replay first checks whether it reproduces the
-    recorded bits; if not, it reports what differs on this machine. Steps that an arm already has are skipped.
+    Without options, steps are replayed with the recorded settings. Every replay first checks that it reproduces the
+    recorded bits, and otherwise reports what differs on this machine. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -859,8 +842,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
-@click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Precision of the reference.")
-@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16; can be repeated.")
+@click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
+@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
 @_weights_from
 @_allow_kernel
 @_ray
@@ -880,13 +863,13 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above); can be repeated. Options shared with "
-        "replay: "
+    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above). Can be repeated. Options shared "
+    "with replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
     "--loss", metavar="FIELDS",
-    help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
+    help="Override the recorded loss, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
 @_model_factory
 @_weights_from
@@ -898,13 +881,13 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The recorded settings come first, and the resulting norm is compared with the one that the trainer logged. An arm is
-    one or more changes separated by commas: the options that --arm lists; logprobs=train|rollout|current|replay/NAME,
-    the logprobs that the loss uses instead of the trainer's (rollout is bypass mode); or
+    The recorded settings come first, and the resulting norm is compared with the trainer's logged one. An arm is one or
+    more changes separated by commas: the options that --arm lists, logprobs=train|rollout|current|replay/NAME (logprobs
+    to use in the loss instead of the trainer's, where rollout is bypass mode), or
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the norm of the difference from the recorded gradient; variance is the variance of the micro-batches' mean.
+    bias is the distance to the recorded gradient (norm). variance is the variance of the mean over micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -913,39 +896,39 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
+@click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last).")
 @click.option(
-    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm; default: the recorded settings."
+    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm. By default, the recorded settings."
 )
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="N for the N sequences with the largest mismatch, random:N for N random ones, or names separated by commas.",
+    help="N sequences with the largest mismatch, random:N for random ones, or comma-separated names.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
 @click.option(
-    "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
+    "--operators", metavar="WORDS", help="Only operators with one of these words in their name, e.g. q_proj,rotary."
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
-    help="Operators to compute with the other execution's code, to prove the finding.",
+    help="Prove the finding by running operators with the other execution's code.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model.")
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model.")
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace, for sql and diagnose; replaces an earlier result with the same options.",
+    help="Store the result in the trace for sql and diagnose, replacing an earlier one with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()
 def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Each operator of both executions is compared with a float64 model on the same inputs, so errors from earlier
-    operators do not count: the first error that exceeds what rounding can cause is the divergence. carried is the share
-    of mean squared d that an operator's own error accounts for; removed is the share that disappears if the other
-    execution's code computes the operator. The exit code is 1 if rounding does not explain everything.
+    Each operator in both executions is compared with a float64 model on the same inputs, so errors from earlier
+    operators do not count. The divergence is the first error that exceeds what rounding can cause. carried is the share
+    of mean squared d from an operator's own error. removed is the share that disappears if the other execution's code
+    computes the operator. The exit code is 1 if rounding does not explain everything.
     """
     from .analysis.locate_text import next_command
 
@@ -967,7 +950,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="Compare the engine's weights with the trainer's: when each tensor was last sent, and whether the two agree.",
+    help="Compare each tensor between engine and trainer, and show when it was last sent.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
@@ -977,9 +960,9 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Record the weights from a Hugging Face model folder as a version, so that an imported dump can be replayed.",
+    help="Record weights from a Hugging Face model folder as a version, so an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is elsewhere.")
+@click.option("--tokenizer", metavar="DIR", help="With --attach: tokenizer folder, if it is a different one.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
@@ -1031,7 +1014,7 @@ def weights(
 @click.option(
     "--control",
     metavar="RUN2",
-    help="Baseline run, with the same seeds and one deliberate change, ideally an exact engine.",
+    help="Baseline run (same seeds, one deliberate change, ideally an exact engine).",
 )
 @_pair
 @_steps
@@ -1039,9 +1022,9 @@ def weights(
 def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
-    Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
-    against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational
-    evidence; a baseline run makes it a controlled experiment, and shows when a run stopped learning.
+    Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
+    evidence for and against it, and the cheapest replay or rerun that would settle it. A single run gives observational
+    evidence. A baseline run makes it a controlled experiment, and shows when a run stopped learning.
     """
     from .analysis.attribution.brief import attribution_brief
     from .analysis.attribution.text import attribution_json, attribution_text
@@ -1059,17 +1042,15 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
 @click.option(
     "--pdf", metavar="FILE.pdf|DIR",
-    help="File with one page per figure, or folder with one PDF per figure; also writes CSV files.",
+    help="File with one page per figure, or folder with one PDF per figure. Also writes CSV files.",
 )  # fmt: skip
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
-    help="Width of the exported figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+    help="Figure width: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of the exported figures.")
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font for exported figures.")
 @click.option("--title", is_flag=True, help="Put a title above each exported figure.")
-@click.option(
-    "--control", metavar="RUN2", help="Baseline run, with the same seeds and one deliberate change; see attribute."
-)
+@click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change). See attribute.")
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
@@ -1078,8 +1059,8 @@ def report(
 ) -> None:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first RUN; its charts also show the series of the other runs. The page works offline and
-    contains the verdict, series, mismatch, tokens and provenance, with the query behind each figure.
+    The report covers the first RUN, and its charts also show the other runs. The page works offline and contains the
+    verdict, series, mismatch, tokens and provenance, plus the query behind each figure.
     """
     paths = (output, png, svg, pdf)
     if not any(paths):
@@ -1097,18 +1078,17 @@ def report(
 @click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
 @click.option(
     "--steps", default="-10:", metavar="STEPS",
-    help="Steps to show (only the latest that fit): 3, 2:8, -10: (the last ten), all, or several of these separated by "
-        "commas.",
+    help="Steps to show (only the latest that fit): 3, 2:8, -10: (the last ten), all, or a comma-separated list.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print the current view and exit (default if the output is not a terminal).")
 @_pair
-@_prints(wide=False, json="Print the current view as JSON, at full precision.")
+@_prints(wide=False, json="Print the current view as JSON at full precision.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
-    The command waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each
-    alert is shown with the step at which it first fired: published levels under their own definitions, and tim-trace's
-    own rules (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
+    Waits for a run that does not exist yet, and ends with the recording. Ctrl-C ends only the view. Each alert is shown
+    with the step where it first fired. Alerts use published levels under their own definitions, and tim-trace's own
+    rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows, watched_json
@@ -1133,11 +1113,11 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
-    """Write a run's sequences, or its per-step metrics, in the format of another tool.
+    """Write a run's sequences or per-step metrics in another tool's format.
 
-    parquet: one file with a row per sequence (tokens, the logprobs of each pass, d) and one with the logged values;
-    import parquet reads both. tensorboard and wandb: the per-step mismatch and every logged number; wandb runs are
-    written offline.
+    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. import
+    parquet reads both. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are written
+    offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1148,29 +1128,29 @@ def export_(trace: str, **options: Any) -> None:
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
     help="check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
-        "steps'; can be repeated.",
+    "steps'. Can be repeated.",
 )  # fmt: skip
 @_pair
 @_confidence
 @_partial
-@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write, one test case per condition, for CI pages.")
+@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write for CI, one test case per condition.")
 @click.option(
     "--summary",
     metavar="FILE.md",
-    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY", for CI pages.',
+    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".',
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Fail if a run violates a condition, for the CI of training code.
 
-    Like stats, gate stores the sums of each sequence in the trace.
+    Like stats, gate stores the sums per sequence in the trace.
 
-    A condition names a metric and the values at which the run fails. The metric is tim.NAME (a column of stats, or a
-    per-step metric of the alerts), verl.NAME (a column of stats --like verl) or check (the result of the check
-    command). A condition covers all tokens of the run, each step separately (any step), or the tokens of the last N
-    steps (last N steps). A warning is printed if the run passes as a whole but individual steps fail. The exit code is
-    1 if a condition fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is
-    `cannot tell` if the confidence interval, over groups of sequences, contains the bound or cannot be computed.
+    A condition is a metric and the values that fail. The metric is tim.NAME (a column in stats, or a per-step metric
+    from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check command). A
+    condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
+    steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a condition
+    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the
+    confidence interval over groups contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1182,7 +1162,6 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
-    """Call an analysis function with a progress bar; `held_back` suppresses the output of libraries."""
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1192,12 +1171,11 @@ def _size(path: str) -> str:
 
 
 def _tell(sentence: str) -> None:
-    with suppress(OSError):  # stderr may be on a full disk: the recorded command continues
+    with suppress(OSError):  # stderr may be on a full disk, but the recorded command continues
         click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
-    """Escape control characters in a line of CSV, but only for a terminal."""
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
@@ -1216,13 +1194,12 @@ def _one_line(sentence: str) -> str:
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """Return an error as one line; DuckDB's query errors keep their line breaks, indented."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 
 _streams: list[TextIO] = []
-"""The real stderr while libraries' output is suppressed."""
+"""The real stderr, while library output is hidden."""
 
 
 def _stderr() -> TextIO:
@@ -1231,7 +1208,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Suppress the terminal output of libraries, but not our own progress and warnings."""
+    """Hide library output, but not our own progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:
@@ -1286,8 +1263,7 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return (
-            f"nothing was recorded to {output}: the command failed first, with exit code {recording.exit_code}; see its "
-            f"error above"
+            f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code}, see above)"
         )
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
@@ -1295,8 +1271,8 @@ def _nothing_recorded(output: str, recording: Any) -> str:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
-        "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S, in an environment with tim-trace "
-        "installed; for a custom training loop, use tim_trace.Recorder"
+        "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S in an environment with tim-trace "
+        "installed. For a custom training loop, use tim_trace.Recorder"
     )
 
 
@@ -1311,8 +1287,8 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}; differences from `train` are not due to the arm alone; changed here: "
-            f"{'; '.join(broken[0].differs)}"
+            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
+            f"Changed here: {'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
@@ -1321,7 +1297,10 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
 def _sampled(sample: Sample) -> str:
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
+    return (
+        f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed})"
+        f"{thin}"
+    )
 
 
 def _attached(trace: str, found: Any) -> str:
@@ -1352,7 +1331,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
             f"{holes.certain:,} zeros in all-zero lists were kept because another pass has probability 1 there too"
         )
     if imported.num_above_zero:
-        parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; they were kept unchanged")
+        parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")
     if imported.ignored_columns:
         parts.append(f"ignored columns: {listed_names(imported.ignored_columns)}")
     if imported.num_known_files:

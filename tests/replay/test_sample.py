@@ -119,7 +119,7 @@ def test_the_contract_says_that_it_is_a_sample(trace):
 def test_the_command_says_what_was_drawn(trace):
     done = tim_trace("replay", trace, "--sample", "0.6", "--dtype", "bf16", "--json")
     assert {row["arm"] for row in done.json()} == {"as-recorded", "bf16"}
-    assert f"a sample of 11 of 18 groups (share 0.6, seed {SEED})" in done.stderr
+    assert f"sampled 11 of 18 groups (share 0.6, seed {SEED})" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "nan", "inf"])

@@ -230,7 +230,7 @@ def test_probabilities_are_imported_and_pointed_at(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW | {"train_logprobs": [0.5, 0.9, 0.1]}])
     done = tim_trace("import", "parquet", tmp_path / "dump.jsonl", "-o", tmp_path / "run")
     assert done.code == 0
-    assert "3 logprobs are above 0, which is invalid" in done.stderr
+    assert "3 invalid logprobs above 0" in done.stderr
 
 
 NOT_TOKENS = "a list of token ids, whole numbers from 0 to 2147483647"

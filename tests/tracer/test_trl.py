@@ -549,7 +549,7 @@ def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind)
     for step, reward in rows(run, "SELECT step, avg(reward) FROM sequences GROUP BY step"):
         np.testing.assert_allclose(reward, logged(run, "reward")[step], **FLOAT32)
     (said,) = info(str(run.trace)).missing
-    assert "`objective` and `gradient` use the loss that TRL derives from the settings" in said
+    assert "`objective` and `gradient` use the loss derived from TRL's settings" in said
 
 
 @pytest.mark.slow
@@ -563,7 +563,7 @@ def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
 def test_a_trainer_with_other_functions_is_named():
     run = train("--trainer", "other", "--steps", "2", capture="logprobs")
     for said in (run.done.stderr, *info(str(run.trace)).missing):
-        assert "trainer other.<locals>.PolicyTrainer of module trainers is not recorded" in said
+        assert "trainer other.<locals>.PolicyTrainer in module trainers is not recorded" in said
         assert "it has no _generate_and_score_completions" in said
     assert "no process trained" not in run.done.stderr
 

@@ -124,7 +124,7 @@ def test_a_server_that_does_not_give_its_configuration_is_noted_and_recording_go
         client = client_module.VLLMClient(base_url=url)
         assert TrainerHooks(session)._server_info(SimpleNamespace(vllm_client=client)) is None
         client.session.close()
-    assert "the configuration of the vLLM server is not recorded" in capsys.readouterr().err
+    assert "the vLLM server's configuration is not recorded" in capsys.readouterr().err
     assert session.is_recording
 
 
@@ -161,7 +161,7 @@ def test_a_sharded_trainer_that_cannot_be_heard_is_noted(session, hooked, monkey
     session.engine_weights.hold(trainer)
     list(session.engine_weights.heard([("weight", torch.zeros(4))]))
     session.engine_weights.tell(1)
-    assert "this release of TRL has no function that yields the gathered weights" in capsys.readouterr().err
+    assert "this TRL release cannot gather them" in capsys.readouterr().err
     assert session.is_recording
 
 
@@ -181,4 +181,4 @@ def test_rollouts_without_logprobs_are_noted(session, capsys):
     """As RLOO's with vLLM's tensor parallelism."""
     generation = SimpleNamespace(server_logprobs=[], response_lengths=None)
     TrainerHooks(session)._record_rollout(SimpleNamespace(use_vllm=True), generation, None, None, {})
-    assert "rollout logprobs of types.SimpleNamespace are not recorded" in capsys.readouterr().err
+    assert "rollout logprobs are not recorded for types.SimpleNamespace" in capsys.readouterr().err

@@ -534,7 +534,7 @@ def test_workers_that_are_not_hooked_are_named_at_the_start(session, capfd, work
     switch = {"use_legacy_worker_impl": "auto"} if has_switch else {}
     hooks = TrainerHooks(session)
     hooks._tell_of_workers(SimpleNamespace(role_worker_mapping=mapping, **switch))
-    found = [line for line in capfd.readouterr().err.splitlines() if "are not hooked: current logprobs" in line]
+    found = [line for line in capfd.readouterr().err.splitlines() if "are not hooked, so current logprobs" in line]
     if wanted is None:
         assert found == []
     else:

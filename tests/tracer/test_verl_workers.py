@@ -91,7 +91,7 @@ def test_steps_of_the_asynchronous_trainer_are_replayed(asynchronous, tmp_path):
 
 def test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said(asynchronous):
     (sentence,) = (found for found in info(str(asynchronous.trace)).missing if "engine's weights" in found)
-    assert "verl's checkpoint engine gloo sends them to engines in other processes" in sentence
+    assert "verl's checkpoint engine gloo sends them to other processes" in sentence
 
 
 SKIPPED = "model.layers.1.mlp.down_proj.weight"

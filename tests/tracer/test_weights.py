@@ -366,7 +366,7 @@ def test_a_version_that_is_missing_is_named_with_what_there_is(tmp_path):
         reader_of(tmp_path).load(9)
     (tmp_path / "weights" / "p1-abc-000000.1.json").unlink()
     reader = reader_of(tmp_path)
-    with pytest.raises(WeightsMissing, match="row 1 of weights/p1-abc-000000 is missing"):
+    with pytest.raises(WeightsMissing, match="row 1 in weights/p1-abc-000000 is missing"):
         reader.load(2)
     reader.load(0)
 

@@ -1,1 +1,1 @@
-"""Merge the files of many writers into a few, ordered by step."""
+"""Merge many writers' files into a few, ordered by step."""

@@ -1,4 +1,4 @@
-"""Sort a table by step: partition its rows on disk into buckets of steps, and sort each bucket in memory."""
+"""Sort a table by step: partition its rows into buckets on disk, and sort each bucket in memory."""
 
 from __future__ import annotations
 
@@ -20,27 +20,24 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum number of response tokens, over all passes, in a bucket of several steps. A bucket is sorted in memory."""
+"""Maximum response tokens per bucket, unless a single step has more."""
 SWEEP_BUCKETS = 128
-"""Maximum number of buckets filled in one pass over the files."""
+"""Maximum buckets to fill in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens in a row group; smaller steps share one. `step_tokens` raises it for long runs."""
+"""Minimum response tokens per row group. Smaller steps share one."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Upper limit for raising STEP_TOKENS, and the number of row groups per file above which it is raised."""
+"""Limit for raising STEP_TOKENS, and the number of row groups per file that triggers it."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row group of a table file, or the part of it within a range of steps."""
-
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """Distinct steps, ascending."""
     tokens: np.ndarray
-    """Estimated number of response tokens in each step: the step's rows times the row group's mean tokens per row."""
+    """Estimated response tokens per step, from the row group's mean."""
     num_bytes: int
 
 
@@ -54,7 +51,7 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
             found, rows = np.unique(steps, return_counts=True)
             group = file.metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
-            # The longest column has one value per token, or per row in a table without lists.
+            # The longest column has one value per token, or one per row in tables without lists.
             tokens = rows * (max(column.num_values for column in columns) / len(steps))
             yield Part(entry, number, found, tokens, sum(column.total_compressed_size for column in columns))
 
@@ -75,7 +72,7 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
-    """Yield, for each pass over the files, the bounds b0, b1, ... of its buckets: steps [b0, b1), [b1, b2), ..."""
+    """Yield bucket bounds b0, b1, ... for each pass over the files. Buckets cover steps [b0, b1), [b1, b2), ..."""
     if not parts:
         return
     steps = np.concatenate([part.steps for part in parts])
@@ -93,7 +90,7 @@ def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
-    """Return the minimum number of response tokens per row group for merged files of about `file_bytes`."""
+    """Return the minimum response tokens per row group for merged files with about `file_bytes`."""
     tokens = float(sum(part.tokens.sum() for part in parts))
     of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
     return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
@@ -102,11 +99,10 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield all rows, one bucket of steps after another, each sorted by pass and then by step (stable).
+    """Yield row groups bucket by bucket, each bucket sorted by pass and then by step.
 
-    Each table becomes one row group of whole steps; only a step with more than ROW_GROUP_TOKENS is split. Steps with
-    fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are removed
-    afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
+    A row group has whole steps, unless one step exceeds ROW_GROUP_TOKENS. Steps below `small` tokens share one. `room`
+    is a folder for temporary files, and `advance` receives the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]

@@ -1,8 +1,3 @@
-"""Merge a trace's files, into a copy or in place.
-
-When merging in place, the originals are removed once all merged files exist.
-"""
-
 from __future__ import annotations
 
 import tempfile
@@ -34,7 +29,7 @@ from ..whole_file import alone, trace_file, write_part
 from .buckets import read_parts, sorted_groups, step_tokens
 
 _MIN_SHARE_OF_TARGET = 0.25
-"""Merged files smaller than this share of the target size are merged again."""
+"""Smaller merged files are merged again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +40,14 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files that were not merged, because they belong to a replay or are already large."""
+    """Files not merged, because they belong to a replay or are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
-    """Merge a local trace's files in place, after completing a merge that was interrupted.
+    """Merge a local trace's files in place, after finishing an interrupted merge.
 
-    Raises DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists if it is
-    being recorded, and StorageError.
+    Raises DamagedTrace if parts are missing, InvalidOption if the trace is not local, TraceExists during recording, and
+    StorageError.
     """
     store = Store(trace)
     if not store.is_local:
@@ -119,7 +114,7 @@ def write_merged(
 def _until_full(
     group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
 ) -> Iterator[pa.Table]:
-    """Yield row groups until the file at `path` reaches `file_bytes`; append their first and last steps to `steps`."""
+    """Yield row groups until the file reaches `file_bytes`, and append their first and last steps to `steps`."""
     while group is not None:
         ends = pc.min_max(group["step"])
         steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -128,8 +123,8 @@ def _until_full(
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return a table's files to merge; empty if merging would only rewrite a single file."""
-    # A replay keeps its own files, so that it can be removed by deleting them.
+    """Return the files to merge. Empty if merging would only rewrite one file."""
+    # A replay keeps its own files, so it can be removed by deleting them.
     replays = {
         state.writer
         for state in snapshot.writers
@@ -155,7 +150,7 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove the source files of a merge, and drop them from their writers' states."""
+    """Delete merged source files, and drop them from their writers' states."""
     store = Store(folder)
     states = store.writers()[0]
     replaced = {name for state in states for name in state.replaced}
@@ -195,11 +190,10 @@ _COPY_BYTES = 16 << 20
 
 
 def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress) -> list[MergedTable]:
-    """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
+    """Write a trace with merged files to a folder or URL. The source trace is not changed.
 
-    With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
-    run is replaced, and the cache folder of that upload is removed once everything is uploaded. Raises DamagedTrace if
-    part of the trace is missing, and TraceExists if the trace is being recorded or `output` already exists.
+    `force` replaces a trace in the output folder. At a URL, only an interrupted upload from the same run is replaced.
+    Raises DamagedTrace if parts are missing, and TraceExists if the trace is being recorded or `output` already exists.
     """
     store = Store(trace)
     if store.is_local:

@@ -1,4 +1,4 @@
-"""Ask an engine for the logprobs to record, and return to the caller only those that it requested."""
+"""Request the logprobs to record from an engine, and return only what the caller asked for."""
 
 from __future__ import annotations
 
@@ -15,27 +15,20 @@ from ...schemas.tables import SAMPLING
 from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
-ROOM_FOR_ALL = 1 << 30
-"""Value of `max_logprobs` that exceeds any vocabulary size. vLLM's own value for "no limit", -1, disables other engine
-features."""
-
+ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
 DELTA = "DELTA"
-"""vLLM's output kind that streams only new tokens. vLLM loses flat logprobs when it merges such outputs."""
+"""vLLM's output kind for streaming only new tokens. Merging such outputs loses flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """What the caller asked for in one request, before recording added to it."""
-
     params: Any
     changed: bool
-    """True if recording asks the engine for more than the caller did."""
     captured: bool
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return `params` if it already requests the logprobs to record and the distributions for `capture`, else a copy
-    that does."""
+    """Return `params`, or a copy that also requests the logprobs needed for `capture`."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
@@ -49,14 +42,13 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` that the engine needs for this capture, never below `given`."""
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Reduce a completion, in place, to the logprobs that the caller requested; return the engine's full logprobs."""
+    """Trim a completion to what the caller requested, and return its full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -72,11 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return one completion's distributions: top K plus tail mass, or logprobs over the full vocabulary.
-
-    The tail mass, 1 minus the sum of K float32 probabilities, is accurate to about 1e-7; a smaller tail may become
-    -inf.
-    """
+    """Return top-K logprobs and tail mass, or full-vocabulary logprobs. A tail below 1e-7 may become -inf."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)
@@ -93,10 +81,9 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 in rank order, without sampled tokens outside the top K."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # Where vLLM merged several outputs, a flat position lists the sampled token only once, at its rank.
+        # If vLLM merged outputs, a flat position lists the sampled token only once (at its rank).
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
@@ -112,13 +99,12 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Trim the engine's logprobs to those that the caller requested, in the requested container type."""
     most = requested.params.logprobs
     if most is None or logprobs is None:
         return None
     kept, limit = [], math.inf if most < 0 else most
     for position, token in zip(logprobs, token_ids, strict=True):
-        # As in vLLM's own results, the sampled token comes first, whatever its rank.
+        # vLLM also lists the sampled token first, whatever its rank.
         entries = {token: position[token]}
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
             if entry.rank <= limit:
@@ -137,14 +123,12 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """Completions returned by one engine call, grouped by prompt. Shapes: B completions."""
+    """Completions from one engine call, grouped by prompt. Shapes: B completions."""
 
     outputs: Sequence[Any]
-    """vLLM's RequestOutputs, in prompt order."""
     requested: Sequence[Requested]
-    """One per prompt."""
     given: list[Any] | None
-    """[B] logprobs as the engine returned them; None if the caller received the same ones."""
+    """[B] logprobs before trimming, or None if nothing was trimmed."""
     capture: Capture
 
     @property
@@ -153,12 +137,10 @@ class EngineCall:
 
     @property
     def prompt_of(self) -> list[int]:
-        """[B] index of each completion's prompt."""
         return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
 
     @property
     def lengths(self) -> list[int]:
-        """[B] response length in tokens."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
@@ -167,7 +149,6 @@ class EngineCall:
 
     @property
     def engine_logprobs(self) -> list[Any]:
-        """[B] logprobs in vLLM's own containers; None if a completion has none."""
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:
@@ -189,7 +170,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as a step's sequences with their rollout pass. `names` holds one name per prompt."""
+        """Record the completions and their rollout pass. `names` has one entry per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -1,4 +1,4 @@
-"""Compare the engine's weights with the trainer's, using digests of what each holds and of what was sent."""
+"""Compare the engine's weights with the trainer's by digest."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes a tensor may have been rounded to on its way to the engine."""
+"""dtypes to try when a difference looks like rounding."""
 
 _ROW_BYTES = 256
 _NUM_ROWS = 64
-_MAX_VALUES = 256
-"""Number of distinct values in an 8-bit dtype; a row with more distinct values was not quantised to 8 bits."""
+_MAX_VALUES = 256  # distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values per row, original to copy, for the copy to be considered coarsely rounded."""
+"""Minimum ratio of distinct values per row (original / copy) for the copy to count as rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine between copy and original, in standard deviations of the cosine between unrelated rows."""
+"""Minimum cosine, in units of the standard deviation for unrelated rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
 _NO_OWN = (
-    "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this release of "
-    "TRL has no function that yields the gathered weights (VLLMGeneration._iter_named_params)"
+    "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this TRL release "
+    "cannot gather them (no VLLMGeneration._iter_named_params)"
 )
 
 
 class EngineWeights:
-    """Compares the engine's weights with the trainer's, tensor by tensor, within one process.
+    """Compares the trainer's weights with an engine in the same process.
 
-    Each policy version is compared once, when the engine first samples with it for training. The engine's own copy is
-    read at the first version, then 1, 2, 4, 8, ... versions later, and whenever the tensors sent to the engine differ
-    from the trainer's. Once the copy has differed from what was sent, it is read every time. An error ends this
-    comparison, not the recording.
+    Each policy version is compared when the engine first samples with it for training. The engine's own copy is checked
+    at exponentially growing intervals, and whenever the weights it received differ from the trainer's.
     """
 
     def __init__(self, session: Any):
@@ -55,7 +52,6 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget digests and versions, but keep the engine, because another training run starts."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -80,7 +76,6 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():
@@ -108,7 +103,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield tensors unchanged, taking each one's digest before the engine receives it."""
+        """Take digests while passing tensors on to the engine."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -119,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield tensors gathered from a sharded trainer unchanged, and record their digests as the trainer's."""
+        """Take digests while passing on tensors gathered from a sharded trainer."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -131,7 +126,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take digests of the trainer's weights, once per policy version, before they are sent to the engine."""
+        """Take digests of the trainer's weights before the transfer, once per policy version."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -151,7 +146,6 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison once per policy version, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -183,7 +177,6 @@ class EngineWeights:
         return columns | {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the engine's own copy; empty if the copy is not due to be read at this version."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -198,7 +191,6 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """For tensors that differ only by rounding, return what they were rounded to: a dtype, or `N values` per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -223,8 +215,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the largest number of distinct values in any row of `coarse`; None if `coarse` is not a rounded copy of
-    `own`."""
+    """Return the maximum number of distinct values in a row, or None if `coarse` is not a rounded `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -1,4 +1,4 @@
-"""Read a trained model: its identity, the settings its numerics depend on, and the tensors to record or compare."""
+"""Read a trained model's identity, numerics and tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Unwrap the trained model, except from FSDP1's wrapper, which holds the parameters. Cached."""
+    """Return the unwrapped model, but keep FSDP1's wrapper because it holds the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -29,14 +29,13 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Return True if no tensor is sharded, so this process holds each one in full."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
 
 
 def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
-    """Return the name under which TRL sends a parameter to vLLM; None if it is not sent."""
+    """Return the name TRL uses to send a parameter to vLLM, or None if it is not sent."""
     if adapter_prefix is not None:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if adapter_prefix in name or "original_module" in name:
@@ -46,15 +45,11 @@ def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
 
 
 def is_quantised(parameter: Any) -> bool:
-    """Return True if a parameter holds packed values, which an engine receives unpacked."""
     return not parameter.is_floating_point() or type(parameter).__module__.startswith("bitsandbytes.")
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name, the tensor, and the tensor without its adapter (None if no adapter changes it).
-
-    Quantised tensors are skipped. PEFT itself merges the adapter, in a temporary copy of the layer.
-    """
+    """Yield (name, tensor, tensor without its adapter or None), skipping quantised tensors."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():
@@ -88,10 +83,10 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield each sent weight that can be found in the engine's model: its name, and the tensor the model holds.
+    """Yield sent weights by name, as the engine's model holds them.
 
-    `shapes` maps names of sent weights to shapes. Fused parameters (qkv, gate and up) are split in the model's order,
-    and vocabulary padding is cut off. Sharded tensors, tensors packed for a kernel and stacked experts are skipped.
+    `shapes` maps sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
+    stacked experts and tensors packed for a kernel are skipped.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
@@ -120,11 +115,11 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 def _engine_name(model: Any, name: str) -> str:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Mappers that stack parameters return the fused name, but the lookup needs the separate ones.
+    # Stacking mappers return the fused name, but the lookup needs the separate names.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 
-_REMEDY = "replaying needs weights: record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
+_REMEDY = "to replay, record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
 
 
 class KeptWeights:
@@ -134,7 +129,6 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version's weights, once. Only the first process (`is_first`) records unsharded tensors."""
         if self._version == version:
             return
         self._version = version
@@ -145,7 +139,6 @@ class KeptWeights:
 
 
 def keeps_weights(session: Any, model: Any) -> bool:
-    """Decide whether this run's weights are recorded; if not, note why."""
     order = session.order
     if order.weights == "none":
         return False
@@ -156,7 +149,7 @@ def keeps_weights(session: Any, model: Any) -> bool:
     num_bytes = sum(num_elements(parameter) * parameter.element_size() for parameter in model_parameters(model))
     if order.weights == "auto" and num_bytes > order.weights_below:
         session.note(
-            f"weights are not recorded: they take up {num_bytes / 1e9:.2f} GB, more than --weights-below "
+            f"weights are not recorded: {num_bytes / 1e9:.2f} GB exceeds --weights-below "
             f"{order.weights_below / 1e9:g}GB; {_REMEDY}"
         )
         return False
@@ -164,7 +157,6 @@ def keeps_weights(session: Any, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return this process's shards; in the first process, the unsharded tensors as well."""
     tensors = model_tensors(model).items()
     return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
@@ -174,12 +166,11 @@ def _problem(model: Any) -> str | None:
         return f"DeepSpeed ZeRO-3 shards cannot be read here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2; {_REMEDY}"
+        return f"FSDP1 flattened parameters that are also sharded another way (use FSDP2); {_REMEDY}"
     return None
 
 
 def numerics(model: Any) -> dict[str, Any]:
-    """Return the properties of a model that can change its logprobs."""
     return {
         "class": class_path(model),
         "dtypes": dtypes(model),
@@ -193,10 +184,6 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return the dtypes that FSDP's mixed precision casts to: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
-
-    Only configured casts are included, so the result is empty without FSDP. Autocast is not included.
-    """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
     else:
@@ -207,7 +194,6 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """Return the dotted path of a model's class, ignoring FSDP1's wrapper and FSDP2's subclass."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -233,7 +219,6 @@ def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[s
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Identify a tokenizer, with a hash of its full definition (None without a fast backend)."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

@@ -1,4 +1,4 @@
-"""Pass the recording options on to Ray's workers on all nodes."""
+"""Pass the recording options on to Ray workers on all nodes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` passes the job's runtime environment to its entrypoint."""
+"""Where `ray job submit` puts the job's runtime environment."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that workers are recorded even on a cluster that was already running."""
+    """Hook `ray.init`, so workers are recorded even on an existing cluster."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
-        session.note(f"Ray's workers record only if they inherit this environment: {type(error).__name__}: {error}")
+        session.note(
+            f"Ray's workers are recorded only if they inherit this environment: {type(error).__name__}: {error}"
+        )
 
     def init(original: Original, *args: Any, **kwargs: Any) -> Any:
         given, job = kwargs, os.environ.get(_JOB)
@@ -32,7 +34,7 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # Our variables may be the cause. Retry without them, so the program gets Ray's answer to its own arguments.
+            # Our variables may be the cause, so try again with the program's own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
@@ -44,10 +46,10 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
-    """Return `ray.init` arguments that add the recording options to every worker's environment.
+    """Return `ray.init` arguments that add the recording options to the workers' environment.
 
-    Ray rejects a variable that both the submitted job and the program set. So if the job sets PYTHONPATH, the options
-    go into the job's environment instead, which Ray reads from this process's environment.
+    Ray rejects variables set by both the submitted job and the program. If the job sets PYTHONPATH, the options go into
+    the job's environment instead.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
@@ -60,7 +62,6 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Add the recording options to a runtime environment, with BOOTSTRAP first on its PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

@@ -1,6 +1,6 @@
-"""Turn on recording in a process started by `tim-trace record`, and keep its state.
+"""Record in processes started by `tim-trace record`.
 
-This runs whenever Python starts, so it imports little and opens a recorder only when there is something to record.
+This runs whenever Python starts, so it imports little.
 """
 
 from __future__ import annotations
@@ -30,28 +30,24 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable in which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
-"""First folder on PYTHONPATH in every recorded process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Recording options that `tim-trace record` passes to the processes it starts."""
-
     run: str
     session: str = ""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
-    """`delta`, `none`, or `auto`: `delta` for models up to `weights_below` bytes, `none` for larger ones."""
+    """`delta`, `none`, or `auto` (`delta` for models up to `weights_below` bytes)."""
     weights_below: int = 500_000_000
     routing: bool = False
     engine_weights: str = "given"
-    """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
+    """What to compare: `given` (weights sent to the engine), `held` (also the engine's copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Seconds to wait for an unresponsive file system before recording stops."""
+    """Seconds to wait for an unresponsive file system."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -65,9 +61,8 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Recording errors never reach the recorded program. An error in `record` ends one part of the recording; an error in
-    `guard` ends the recording of this process. Recording never calls a collective, since other processes may have
-    stopped recording.
+    Errors in `record` end one part of the recording, and errors in `guard` end it all. Neither reaches the program.
+    Recording never calls a collective, because other processes may have stopped recording.
     """
 
     def __init__(self, order: Order):
@@ -76,9 +71,8 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """True while a trainer records the samples that this process's engines generate."""
+        """True while a trainer records this process's engine samples."""
         self.num_engine_steps = 0
-        """Number of the last step of engines without a trainer; 0 before the first step."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -88,7 +82,6 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Why the trace is no longer being written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -126,12 +119,10 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Return the step number for the next call, or the next wave of requests, to an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another attempt: seal this process's records, and send later ones to a new writer."""
         with self.guard("the start of a training run"):
             self.engine_weights.restart()
             from ..liveness import next_attempt
@@ -144,7 +135,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal everything recorded so far, so other processes can read it; later records go to a new writer."""
+        """Seal recorded data for other processes to read. Later records go to a new writer."""
         with self.guard("the data recorded so far"):
             self._seal()
 
@@ -166,10 +157,9 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program. `what` names the data that an error would lose.
+        """Keep recording errors from reaching the program.
 
-        An error ends this process's recording, or is passed to `otherwise` if given. Time spent in the block counts as
-        recording overhead.
+        `what` names the data lost. An error ends this process's recording, unless `otherwise` handles it.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -186,13 +176,12 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Run a function that records one part of the data, and return its result; None once recording of that part has
-        ended."""
+        """Call `function` and return its result, or None once recording has ended for this part."""
         if not self.is_recording:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # raises an error from writing earlier rows, if any
+            writer.raise_invalid()  # errors from earlier writes
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -217,7 +206,6 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Print, once, a sentence about data that is not recorded, and store it in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
@@ -262,11 +250,11 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""For each module: the file in this package and the function in it that hook the module when it is imported."""
+"""Module -> (file, function) that hooks the module on import."""
 
 
 def activate() -> Session | None:
-    """Hook TRL's trainers, verl, ray and vllm when they are imported. Return None outside `tim-trace record`."""
+    """Hook supported libraries when they are imported. Return None outside `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None

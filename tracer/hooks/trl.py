@@ -1,4 +1,4 @@
-"""Record TRL's GRPO, RLOO and AsyncGRPO trainers, their subclasses, and other trainers with the same functions."""
+"""Record TRL's GRPO, RLOO and AsyncGRPO trainers, and compatible classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trl_trainer import TrainerHooks
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook transformers' Trainer, so that each trainer class is hooked when a trainer is constructed."""
+    """Hook transformers' Trainer, to hook each trainer class when it is first used."""
     patches = Patches()
     patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
@@ -78,7 +78,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only for trainers of exactly this class; a subclass's hook already covers calls via super()."""
+        """Run a hook for this class only. A subclass's hook already covers calls via super()."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -90,8 +90,6 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's vLLM clients, to read the tensors that they gather or send and the logprobs that a server returns."""
-
     def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
 
@@ -105,7 +103,7 @@ def _hook_engines(session: Session, patches: Patches) -> None:
     def generate(original: Original, generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
-        # RLOO does not request logprobs from its server. Request them here, and remove them from the result.
+        # RLOO requests no logprobs from its server, so request them here and remove them from the result.
         generation.logprobs = 0
         try:
             prompt_ids, response_ids, logprobs, *more = original(generation, *args, **kwargs)

@@ -1,8 +1,6 @@
-"""Record TRL's AsyncGRPO trainers.
+"""Record TRL's AsyncGRPO trainers. Queued samples are packed into rows, and old logprobs come from the engine.
 
-Samples come from a queue and are packed into rows. The loss uses the engine's logprobs as old logprobs.
-
-Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
+Shapes: S samples per row, T longest response, M loss terms.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ _REWARDS = "rewards/"
 
 
 class SampleQueue:
-    """Wraps a trainer's sample queue to remember which version of the weights generated each sample."""
-
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
@@ -45,8 +41,8 @@ class SampleQueue:
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
-        with self._session.guard("the version of the weights that generated a sample"):
-            # The trainer passes on only a sample's token array, so that array is the key.
+        with self._session.guard("a sample's weight version"):
+            # The trainer passes on only the token array, so that array is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -60,7 +56,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """For each trainer and weight version: the number of optimizer updates already applied to those weights."""
+        """Trainer -> {weight version: optimizer updates}."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -71,7 +67,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
     def dataloader(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         loader = original(trainer, *args, **kwargs)
-        with self.session.guard("the samples of a queue"):
+        with self.session.guard("queued samples"):
             dataset = getattr(trainer, "_rollout_dataset", None)
             if dataset is not None:
                 dataset.queue = SampleQueue(self.session, dataset.queue)
@@ -82,7 +78,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def _collate(self, trainer: Any, queue: SampleQueue, original: Original, examples: Any) -> Any:
         batch = original(examples)
         if self.session.is_recording:
-            with self.session.guard("the samples of packed rows"):
+            with self.session.guard("the packed samples"):
                 (rows,) = examples
                 batch[ROW_KEY] = to_bytes([self._samples(trainer, queue, row.samples) for row in rows])
         return batch
@@ -109,8 +105,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember how many optimizer updates had been applied to the weights that the engine receives."""
-        # An adapter that is sent to the engine as a file has no tensors to compare.
+        # An adapter sent as a file has no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)
@@ -137,8 +132,8 @@ class AsyncTrainerHooks(TrainerHooks):
             return original(trainer, model, inputs, *args, **kwargs)
         if packed is None:
             self.session.note(
-                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed from a queue, "
-                "unlike in TRL 1.16's AsyncGRPOTrainer"
+                f"samples are not recorded for {name_of(type(trainer))}: its batches are not packed from a queue as in "
+                "TRL 1.16's AsyncGRPOTrainer"
             )
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
@@ -149,7 +144,7 @@ class AsyncTrainerHooks(TrainerHooks):
             result = original(trainer, model, inputs, *args, **kwargs)
         finally:
             handle.remove()
-        with self.session.guard("the samples of a packed row"):
+        with self.session.guard("a packed row"):
             self._record_row(trainer, state, of_bytes(packed[0]), inputs, outputs)
         return result
 
@@ -168,8 +163,8 @@ class AsyncTrainerHooks(TrainerHooks):
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
         if len(found) != 1 or getattr(found[0], "log_probs", None) is None:
             self.session.note(
-                f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss does not take "
-                "them from one forward pass of the model"
+                f"current and train logprobs are not recorded for {name_of(type(trainer))}: its loss does not get them "
+                "from a single forward pass"
             )
             return
         outputs, index = found[0], inputs["token_index"][0, :terms]
@@ -204,8 +199,6 @@ class AsyncTrainerHooks(TrainerHooks):
         self, state: TrainerState, pass_name: str, batch: Batch, row: PackedRow, *, logprobs: Any,
         entropy: Any = None, version: int | None = None,
     ) -> None:  # fmt: skip
-        """Record one value per loss term. `version` is the trainer's policy version; None if the engine computed the
-        values."""
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -222,7 +215,6 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Scatter loss terms to their tokens' positions in the responses, [S, T]; 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

@@ -1,10 +1,4 @@
-"""Read a TRL trainer's batches: the pass of each scoring call, the rows of each loss, rewards and finish reasons.
-
-A packed row's samples travel in the batch as bytes, to reach the process that trains on the row.
-
-Shapes: B rows in one process's generation batch, T padded response width, F reward functions, R packed rows (one per
-process), L length of the longest encoded row in bytes.
-"""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons. Packed samples travel in the batch as bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +17,13 @@ from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, fi
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Names of a scoring call's positional arguments, after the model."""
+"""A scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key added to the trainer's batches: row indices, which survive shuffling, or a packed row's encoded samples."""
+"""Batch key for row indices or encoded samples, to recognise them after shuffling."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name each scoring call's pass, by the output tensor it produced or, for RLOO, by the order of calls."""
+    """Name each pass by its output tensor (RLOO: by call order)."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -42,7 +36,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a scoring call's arguments by name. TRL 1.14 passes some as *args, without names."""
+    """Return arguments by name. TRL 1.14 passes some as *args."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
@@ -72,14 +66,12 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return a host tensor [B, 2]: the batch's index, and each row's index in the batch."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
 
 
 def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
-    """Return the rewards of this process's rows: one per reward function, and the trainer's weighted sum."""
     per_func = generation.rewards_per_func
     weights, names = find(trainer, REWARD_WEIGHTS), find(trainer, REWARD_NAMES)
     if per_func is None or weights is None or names is None:
@@ -92,7 +84,6 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the batch's engine call; None unless a single call returned exactly the batch's rows."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -100,7 +91,6 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return sampled logprobs from `_generate`, or from a single server call for exactly this batch; else None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -112,7 +102,6 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the engine's finish reasons; without an engine call, `stop` after an end token, else `length`."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -120,7 +109,6 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Infer finish reasons from last tokens; None if a token or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
@@ -140,52 +128,49 @@ class PackedSample:
     policy_version: int | None
     advantage: float
     rewards: Mapping[str, float]
-    """Rewards by reward function, with the trainer's weighted sum as `reward`; may be empty."""
+    """Rewards by function, plus their weighted sum as `reward`. May be empty."""
     ids: np.ndarray
     """[tokens] int32, prompt and response."""
     mask: np.ndarray
-    """[tokens] uint8: 1 where the token contributes to the loss."""
+    """[tokens] uint8, 1 for tokens in the loss."""
 
     @property
     def first(self) -> int:
-        """Index of the first response token, i.e. the first token that contributes to the loss."""
+        """Index of the first token in the loss, where the response starts."""
         counted = self.counted
         return int(counted[0]) if len(counted) else len(self.ids)
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of tokens with a loss term. Token 0 never has one, since no earlier token predicts it."""
+        """Indices of loss tokens. Token 0 is never one, because nothing predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A packed row's samples, in loss order. Shapes: S samples, T longest response, M terms in the loss."""
+    """Packed samples in loss order. Shapes: S samples, T longest response, M loss terms."""
 
     samples: Sequence[PackedSample]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] response lengths in tokens."""
         return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each term of the loss: [M] index of its sample, and [M] index of its token in the response."""
+        """Sample index and response position per loss term, both [M]."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[S, T] bool: True for response tokens with a loss term."""
         scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
         scored[self.terms] = True
         return scored
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L], padded at the end."""
     import torch
 
     encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]
@@ -194,5 +179,4 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode one row of `to_bytes`; unpickling ignores the padding."""
     return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))

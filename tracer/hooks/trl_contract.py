@@ -1,5 +1,3 @@
-"""Contracts of a TRL trainer's passes, read from the trainer's settings."""
-
 from __future__ import annotations
 
 import json
@@ -16,15 +14,11 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings that determine the trainer's logprobs.
-
-    `source` is `recomputed` for a separate forward pass, or `loss` for logprobs computed in the loss.
-    """
+    """Settings behind logprobs from a separate forward pass (`recomputed`) or from the `loss`."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 
 def packed_contract(trainer: Any) -> Contract:
-    """Return the settings that determine a loss over packed rows, in which a shared prefix is stored once."""
     contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
     none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
     return contract | none | {"packing": PREFIX_TREE}
@@ -69,7 +63,6 @@ def reference_contract(trainer: Any) -> Contract:
 
 
 def generation_contract(trainer: Any) -> Contract:
-    """Return the settings that determine rollouts from transformers, which returns no logprobs."""
     continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
     return {
         "engine": "transformers",
@@ -85,14 +78,13 @@ def generation_contract(trainer: Any) -> Contract:
 
 
 def server_info(trainer: Any) -> Any:
-    """Fetch a vLLM server's configuration from a development endpoint, which TRL needs as well. Raises OSError."""
+    """Fetch a vLLM server's configuration from its development endpoint. Raises OSError."""
     url = f"{find(trainer, SERVER_URL)}/server_info?config_format=json"
     with urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
         return json.load(response)["vllm_config"]
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine a vLLM server's rollouts; `server` is its configuration, None if unknown."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -103,8 +95,6 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine rollouts from a sample queue; `server` is the configuration of the vLLM
-    server."""
     return {
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
@@ -116,7 +106,6 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
 
 
 def uses_server(trainer: Any) -> bool:
-    """Return True if a trainer's samples come from TRL's own worker, which calls a vLLM server."""
     return type(trainer.rollout_worker).__module__.startswith("trl.")
 
 
@@ -133,7 +122,6 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Identify the trained model; with PEFT, the base model and the adapters' configs."""
     model = trained_model(trainer)
     peft = getattr(model, "peft_config", None) or {}
     configs = {str(name): plain(config.to_dict()) for name, config in peft.items() if hasattr(config, "to_dict")}
@@ -151,7 +139,6 @@ def has_adapters(trainer: Any) -> bool:
 
 
 def autocast_dtype(accelerator: Any) -> Any:
-    """Return the dtype that accelerate's autocast casts to; None without autocast."""
     import torch
 
     with accelerator.autocast():

@@ -1,8 +1,6 @@
-"""The names in TRL that recording depends on, and the data lost if one is missing.
+"""TRL names needed for recording, and what is lost without them.
 
-Hooks look all names up here. If TRL renames an attribute, only that attribute's values are lost, and a note says so. A
-trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass them, and unsloth and
-ms-swift generate and copy them.
+Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions is a trainer.
 """
 
 from __future__ import annotations
@@ -16,45 +14,44 @@ from typing import Any
 from .patches import tested_releases, untested
 
 POINTS = {
-    "train": "the steps that a second call of train() repeats, as a separate attempt",
+    "train": "a separate attempt for each train() call",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "learning rate and grad norm of every step, optimizer statistics",
+    "_maybe_log_save_evaluate": "per-step learning rate and grad norm, optimizer statistics",
     "log": "logged metrics",
 }
-"""Functions that a trainer may lack, and the data recorded from each."""
+"""Optional trainer functions and the data recorded from them."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
-"""Functions that a trainer must have for its sequences to be recorded."""
+"""Functions required to record a trainer's sequences."""
 
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions that only trainers with a sample queue have, such as AsyncGRPOTrainer."""
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""Required keys in the result of `_generate_and_score_completions`."""
+"""Keys required in `_generate_and_score_completions` output."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules with TRL's vLLM clients. The last one exists only in TRL before 0.28."""
+"""Modules with TRL's vLLM clients. The last one exists only before TRL 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
     gives: str
-    """Data that is lost if the attribute is missing."""
+    """Data lost without the attribute."""
     paths: tuple[str, ...]
     """Dotted paths from the trainer, newest release first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return paths to a tokenizer's token in TRL 1.3 and newer, in older TRL, and in an image processor."""
+    """Return paths for TRL 1.3 and newer, older TRL, and image processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# Since TRL 1.14, a trainer has several end tokens.
+# TRL 1.14 and newer have several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
-PAD_TOKEN = Attribute("which responses end with padding, so that they count as cut off", _of_tokenizer("pad_token_id"))
-TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
+PAD_TOKEN = Attribute("finish reasons for responses that end with padding", _of_tokenizer("pad_token_id"))
+TEMPERATURE = Attribute("the trainer's temperature", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
@@ -63,9 +60,8 @@ SERVER_URL = Attribute(  # in TRL 0.28 and newer, in older TRL, and in AsyncGRPO
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
-"""Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from trainers that generate their own samples; queued samples come with their rewards."""
+"""Attributes of trainers that generate their own samples. Queued samples carry their rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -90,20 +86,19 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's vLLM clients of this name, from modules already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 
 
 def fused_lm_head() -> str | None:
-    """Return the function that adds a fused head to the model (TRL 1.15 and newer). A replay calls it too."""
+    """Name TRL's function for adding a fused head (1.15 and newer). A replay calls it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Find sampled logprobs in the result of `_generate` (TRL before 0.28): one list per response."""
+    """Find sampled logprobs in `_generate` output (TRL before 0.28), one list per response."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))
@@ -113,7 +108,6 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of modules with known losses."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -125,12 +119,10 @@ def trl_version() -> str | None:
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    """Return True if this class trains on a queue that is filled while it trains."""
     return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Return why trainers of this class are not recorded; None if they are."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
@@ -138,7 +130,6 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Return why this result of the generation function cannot be recorded; None if it can."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
@@ -153,9 +144,8 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     if version is not None and untested("trl", version):
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
-        f"trainer {trainer_class.__qualname__} of module {trainer_class.__module__} is not recorded, because "
-        f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own training "
-        "loop, use tim_trace.Recorder"
+        f"trainer {trainer_class.__qualname__} in module {trainer_class.__module__} is not recorded, because "
+        f"{reason}{release}; for other trainers and your own training loop, use tim_trace.Recorder"
     )
 
 
@@ -166,6 +156,6 @@ def own_loss(trainer_class: type) -> str | None:
         if function is not own_loss and not module.startswith(TRL_LOSSES):
             return (
                 f"{name_of(trainer_class)} overrides {name} (in {module}), but `objective` and `gradient` use the loss "
-                "that TRL derives from the settings"
+                "derived from TRL's settings"
             )
     return None

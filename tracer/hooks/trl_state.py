@@ -1,6 +1,6 @@
-"""State of a TRL trainer between hooks: the current generation, the passes already recorded, the current loss.
+"""State kept between TRL hooks.
 
-Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
+Shapes: B rows per process, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from .session import Session
 @dataclass(slots=True, kw_only=True)
 class Scoring:
     logprobs: Any
-    """[rows, T] tensor, in nats."""
+    """[rows, T] tensor (nats)."""
     entropy: Any
-    """[rows, T] tensor; None if the call returned none."""
     is_reference: bool
     rows_a_forward: int
     distribution: Distribution | None = None
@@ -39,7 +38,7 @@ class Scoring:
 @dataclass(frozen=True, slots=True)
 class TrainRows:
     captured: np.ndarray
-    """[rows] bool: True if the row's distributions are recorded."""
+    """[rows] bool, True for rows with recorded distributions."""
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
 
@@ -55,23 +54,20 @@ class Generation:
     seq_ids: list[str]
     group_ids: list[str]
     captured: np.ndarray
-    """[B] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
-    """[B] last token of each response; None for an empty response."""
+    """[B] last response tokens, or None for an empty response."""
     returned: Any = ()
-    """Return value of the trainer's `_generate`."""
     rewards_per_func: Any = None
     """[rows in all processes, F] tensor."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from server calls for which the trainer requested none: lists [B][T][1], in nats, with None for NaN."""
+    """[B][T][1] logprobs that the trainer did not request (nats). None means NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
-        """None before the rows are generated."""
         if self.prompt_lengths is None or self.response_lengths is None:
             return None
         return TrainRows(self.captured, self.prompt_lengths, self.response_lengths)
@@ -79,20 +75,16 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A recorded generation batch, kept for the losses computed from it."""
-
     batch: Batch
     policy_version: int
     generated: TrainRows
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
-    """[B] bool: True if the row already has a `train` pass."""
     masks_attention: bool
-    """True if the trainer may mask whole rows out of attention; such rows have no logprobs."""
+    """True if whole rows may be masked out. Such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return these rows' forward passes: `rows_a_forward` rows in each, numbered from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         return Forward(
@@ -108,16 +100,13 @@ class Recorded:
 class Loss:
     recorded: Recorded
     rows: np.ndarray
-    """Indices into the generation batch, in the loss's order."""
+    """[rows] indices into the generation batch."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
 
 _KEPT_BATCHES = 4
-"""Number of generation batches kept for later losses."""
-
 _EVALUATED = -1
-"""Index of the newest evaluation batch, which is kept alongside the training batches."""
 
 
 class TrainerState:
@@ -128,23 +117,21 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Number of forward passes recorded so far, by (split, pass)."""
+        """(split, pass) -> forward passes recorded so far."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics already recorded for step `told_step`."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Name a generation batch after its step, with a suffix for further batches of that step, such as `7.2`."""
+        """Name a batch after its step: `7`, then `7.2`, `7.3`, ..."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch and return its index; only the newest batches and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -155,19 +142,16 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Reserve numbers for a pass's next `count` forward passes; return the first."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
 
     def refresh_contracts(self) -> None:
-        """Discard cached contracts if torch's settings have changed since they were read."""
         settings = environment.torch_settings()
         if settings != self._settings:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract cached under `key`; if there is none, call `read` and cache its result."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -1,6 +1,6 @@
-"""Read hidden states (for distributions) and router choices from a TRL trainer's model while the trainer scores.
+"""Read hidden states and router choices while a TRL trainer scores.
 
-Shapes: B rows, T padded response width, H hidden width, W padded width of prompt and response together.
+Shapes: B rows, T padded response width, H hidden width, W padded prompt and response width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last layer's hidden states during one scoring call, to compute the captured rows' distributions."""
+    """Keeps last-layer hidden states from one scoring call, to compute distributions for captured rows."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -41,12 +41,11 @@ class HeadTap:
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
-        """Return why the model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # A parameter that FSDP gathered for a forward pass looks whole, but is freed afterwards.
+        # FSDP parameters look whole while gathered for a forward pass, but are freed afterwards.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
-            return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
+            return "trainer distributions are not captured: the model's head is sharded across processes (FSDP, ZeRO-3)"
         return None
 
     def __enter__(self) -> HeadTap:
@@ -69,7 +68,6 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """Return the captured rows' distributions, concatenated; None unless every row passed through the model."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
@@ -77,7 +75,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype in which the trainer's fused head computes; None if it uses the hidden states' dtype."""
+        """Return the fused head's compute dtype, or None to use the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -97,7 +95,6 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return router choices for every prompt and response token, row by row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -109,7 +106,6 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a tap if router choices are recorded and this scoring call is the `train` pass, else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -117,7 +113,6 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Note why router choices are not recorded, if the model has routers or the user asked for them."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):

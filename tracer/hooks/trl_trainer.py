@@ -1,7 +1,4 @@
-"""Hooks for TRL trainers that generate samples between losses: GRPO, RLOO and subclasses.
-
-Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
-"""
+"""Hooks for TRL trainers that generate between losses: GRPO, RLOO and subclasses."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ from .trl_release import (
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
-OPTIMIZER_STEPS = 5
-"""Number of steps between recordings of optimizer statistics; the first step is always recorded."""
+OPTIMIZER_STEPS = 5  # optimizer statistics are recorded at step 1, then every 5 steps
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -70,8 +66,6 @@ def _sends_weights(trainer: Any) -> bool:
 
 
 class TrainerHooks:
-    """Hooks around a trainer's functions. Each hook calls the original and returns its result."""
-
     def __init__(self, session: Session):
         self.session = session
         self._states: weakref.WeakKeyDictionary[Any, TrainerState] = weakref.WeakKeyDictionary()
@@ -113,10 +107,10 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging an adapter in place and unmerging it rounds the base weights, and scoring uses the rounded ones.
+            # Merging and unmerging an adapter rounds the base weights, and scoring uses the rounded ones.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
-            with self.session.guard("the lengths of prompts and responses"):
+            with self.session.guard("prompt and response lengths"):
                 prompt_ids, response_ids = result[0], result[1]
                 generation.prompt_lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
                 generation.response_lengths = np.array([len(ids) for ids in response_ids], np.int64)
@@ -183,7 +177,7 @@ class TrainerHooks:
     def log(self, original: Original, trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            # Read from the history, since callbacks may have removed entries from `logs`.
+            # Callbacks may have removed entries from `logs`, so read the history.
             history = trainer.state.log_history
             values = dict(history[-1] if history else logs)
             values.pop("step", None)
@@ -194,7 +188,7 @@ class TrainerHooks:
         if not loss.scorings and loss.recorded.batch.split == TRAIN_SPLIT:
             lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
             self.session.note(
-                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss does not compute them with "
+                f"{lost} logprobs are not recorded for {name_of(type(trainer))}: its loss does not call "
                 "_get_per_token_logps_and_entropies"
             )
 
@@ -203,8 +197,8 @@ class TrainerHooks:
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:
             self.session.note(
-                "grad_norm is recorded only for steps that the trainer logs; at other steps, each process knows only "
-                "the norm of its own shard (FSDP2)"
+                "grad_norm is recorded only for logged steps, because at other steps each process knows only its own "
+                "shard's norm (FSDP2)"
             )
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
@@ -216,7 +210,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics; with `only_new`, only new ones, to avoid comparing values on a device."""
+        """Record new and changed metrics. `only_new` avoids comparing values on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -237,7 +231,6 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current weights on first use; `adapted` limits this to models with (True) or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -294,7 +287,7 @@ class TrainerHooks:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
             self.session.note(
-                f"the configuration of the vLLM server is not recorded, because the server did not return it ({error})"
+                f"the vLLM server's configuration is not recorded, because the server did not return it ({error})"
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
@@ -353,7 +346,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, but the engine call still has them. Use them if no row lacks them.
+            # RLOO discards logprobs that the engine call still has. Use them if no row lacks any.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
@@ -361,9 +354,9 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it does not keep them, and "
-                    "no vLLM call returned exactly the rows of one process (several turns, tensor parallelism, or a "
-                    "server without logprobs)"
+                    f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep them, and no "
+                    "vLLM call returned exactly one process's rows (several turns, tensor parallelism, or a server "
+                    "without logprobs)"
                 )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []
@@ -371,7 +364,7 @@ class TrainerHooks:
             ROLLOUT,
             batch,
             logprobs=logprobs,
-            # Tool output was not sampled, so it has no logprobs; the trainer fills in 0.0.
+            # Tool output was not sampled, so it has no logprobs. The trainer fills in 0.0.
             scored_mask=tool_mask,
             policy_version=generation.policy_version,
             distribution=call.distribution(captured) if call is not None and captured else None,

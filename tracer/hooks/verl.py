@@ -1,7 +1,4 @@
-"""Record verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
-
-Engines and workers are separate processes, recorded by vllm_async.py and verl_worker.py.
-"""
+"""Record verl's PPO trainers on the driver. Engines and workers record in their own processes."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from .verl_batches import (
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 
 _POINTS = {
-    "fit": ("fit", "steps of a second training run in the same process, as a separate attempt"),
+    "fit": ("fit", "a separate attempt for each training run in a process"),
     "_compute_advantage": (
         "compute_advantage",
         "sequences, rewards, advantages, rollout, train and reference logprobs",
@@ -54,29 +51,29 @@ _POINTS = {
 }
 _OLDER_POINTS = {
     "fit": _POINTS["fit"],
-    "_compute_old_log_prob": ("compute_older_logprobs", "which rows of the train pass shared a forward pass"),
-    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows of the reference pass shared a forward pass"),
+    "_compute_old_log_prob": ("compute_older_logprobs", "which rows shared a forward pass in the train pass"),
+    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows shared a forward pass in the reference pass"),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Entry-point module of verl 0.8 that defines its own trainer."""
+"""Entry point in verl 0.8. It defines its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
-    "verl's workers in {} are not hooked: current logprobs, weights, contracts of the trainer's passes and the rows of each forward "
-    "pass are not recorded; {}"
+    "verl's workers in {} are not hooked, so current logprobs, weights, training contracts and forward-pass rows are "
+    "not recorded; {}"
 )
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
-    "verl {}: only metrics are recorded, since this release's trainer has no actor-update function to hook; for text and "
-    "rewards, set trainer.rollout_data_dir=DIR and run `tim-trace import verl DIR -o RUN` afterwards; recording works "
-    "with verl 0.7 and newer"
+    "verl {}: only metrics are recorded, because this release's trainer has no actor-update function to hook. For text "
+    "and rewards, use verl 0.7 or newer, or set trainer.rollout_data_dir=DIR and run "
+    "`tim-trace import verl DIR -o RUN` afterwards"
 )
 
-_NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled tokens, without distributions (--capture {})"
+_NO_DISTRIBUTIONS = "verl's passes are recorded as sampled-token logprobs, without distributions (--capture {})"
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -84,7 +81,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def install_older(session: Session, module: Any) -> Patches:
-    """Hook verl's older trainer (trainer.use_v1=False), whose batches are padded tensors on the driver."""
     from verl.utils import tracking
 
     return _hooked(session, module.RayPPOTrainer, tracking.Tracking, _OLDER_POINTS)
@@ -103,7 +99,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` under its module name, so that Ray runs the hooked trainer."""
+    """Import a `python -m` program by module name, so that Ray runs the hooked trainer."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -122,12 +118,10 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """True if Ray may kill this process without warning when training ends, so records are flushed early."""
+        """True if Ray may kill this process when training ends, so records are flushed early."""
         self._is_last = False
-        """True from the last training step on, if records are flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Note about an untested verl version or missing functions, if any."""
 
     def fit(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -171,7 +165,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the workers' forward-pass columns to the batch of logprobs, so they stay with their rows."""
+        """Copy the workers' forward-pass columns to the logprobs batch, so they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -197,12 +191,12 @@ class TrainerHooks:
     def update_older_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The asynchronous trainers define their own `fit`, which cannot be hooked under Ray.
+        # The async trainers' own `fit` cannot be hooked under Ray.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Subclasses may train on samples generated with older weights.
+            # Subclasses may train on samples from older weights.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -253,7 +247,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record a step's rows. `values` returns a verl column by name, one array per row, or None if it is missing."""
+        """Record a step's rows. `values` returns a column by name (one array per row), or None if missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -272,7 +266,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here, `old_log_probs` is a copy of the rollout's; the first logprobs in the loss are the trainer's own.
+            # Here `old_log_probs` copies the rollout's, so the trainer's own logprobs first appear in the loss.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
@@ -284,14 +278,13 @@ class TrainerHooks:
                 recorded,
                 logprobs=logprobs,
                 entropy=values("entropy") if pass_name == TRAIN else None,
-                # Tool output was not sampled, so it has no logprobs; verl fills in 0.0.
+                # Tool output was not sampled, so it has no logprobs. verl fills in 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
                 forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared by the process that computed a pass, else one derived from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
@@ -304,7 +297,6 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if a contract has the sampling settings of training; validation may use others."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
@@ -332,7 +324,6 @@ def _next_update(trainer: Any) -> dict[str, Any]:
 
 
 def _bypasses(config: Any) -> bool:
-    """Return True if verl uses the rollout's logprobs as the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
 

@@ -1,6 +1,6 @@
-"""Read verl's batches: rows (from the TransferQueue or padded tensors), steps, policy versions, forward passes.
+"""Read verl's batches, from the TransferQueue or padded tensors.
 
-Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded response width.
+Shapes: B rows, P padded prompt width, T response tokens or padded response width.
 """
 
 from __future__ import annotations
@@ -21,30 +21,26 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, because verl's rejection sampling later removes tokens from the mask."""
+"""Read before advantages are computed, because rejection sampling shrinks the mask."""
 ESTIMATED = ("advantages",)
-"""Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""RayPPOTrainer's column names, where they differ from the TransferQueue's."""
+"""RayPPOTrainer's names for these columns."""
 
 UPDATE_KEY = "tim_trace_update"
-"""Key under which recording sends workers an update's step and policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a batch; its key is `<uid>_<sample>_<output>`."""
+    """A batch row, keyed `<uid>_<sample>_<output>`."""
 
     index: int
-    """Position in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the weights that sampled the row (the oldest, if there were several); None if unknown."""
+    """Global step of the oldest weights that sampled the row, or None if unknown."""
 
     @property
     def group_id(self) -> str:
-        """verl's uid of the prompt, shared by all its samples."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
@@ -58,14 +54,12 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Read columns from the TransferQueue, leaving out any that the batch lacks."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    """Return a nested or padded column as one array per row; None if it is missing."""
     if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
     parts = data[name].unbind()
@@ -73,8 +67,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one value per row, [B], if all unmasked tokens of each row share one value, else None. A row without
-    unmasked tokens gets 0.0."""
+    """Return [B] values if each row's unmasked tokens share one, else None. Fully masked rows get 0.0."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -85,7 +78,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Infer finish reasons [B], which verl discards: `stop` after an end token, `length` at the limit, else None."""
+    """Infer finish reasons [B]: `stop` after an end token, `length` at the limit, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -107,7 +100,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, keyed `<uid>_<sample>_0`; `sampled_by` is the last weight transfer before sampling."""
+    """Return a DataProto's rows, keyed `<uid>_<sample>_0`. `sampled_by` is the last weight transfer before sampling."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -124,7 +117,6 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
 
 
 def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
-    """Return a column [B, P] or [B, T] as one array per row, without padding; None if the column is missing."""
     name = _NAMES.get(name, name)
     if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
@@ -137,7 +129,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
 
 
 def ride_along(batch: Any, told: dict[str, Any]) -> None:
-    """Add row numbers and the update's description to a batch, so that workers receive them with their rows."""
+    """Add row numbers and update details to a batch for the workers."""
     import torch
 
     batch.meta_info[UPDATE_KEY] = told
@@ -145,7 +137,6 @@ def ride_along(batch: Any, told: dict[str, Any]) -> None:
 
 
 def get_off(batch: Any) -> None:
-    """Remove what `ride_along` and the workers added to a batch."""
     batch.meta_info.pop(UPDATE_KEY, None)
     for name in (ROW_KEY, *FORWARD_KEYS.values()):
         batch.batch.pop(name, None)
@@ -153,46 +144,43 @@ def get_off(batch: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Step and policy versions of the actor's next update, and of the passes computed before it."""
-
     step: int
     version: int
-    """Number of actor updates applied to the trainer's weights."""
+    """Actor updates in the trainer's weights."""
     old_version: int
-    """Number of actor updates applied to the weights that compute `old_log_probs`."""
+    """Actor updates in the weights that compute `old_log_probs`."""
     updates_a_transfer: int
-    """Number of actor updates between two weight transfers to the engine."""
+    """Actor updates per weight transfer."""
     transfers_ahead: int = 0
-    """How far verl's transfer numbers run ahead of the actual transfers."""
+    """How far verl's transfer numbers run ahead."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates applied to the weights that verl sent in transfer number `transfer`."""
+        """Return the number of actor updates in the weights sent by this transfer."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
 def progress_of(trainer: Any) -> Progress:
-    """Return the progress of a verl trainer: v1, RayPPOTrainer, or one of its asynchronous subclasses."""
     if hasattr(trainer, "current_param_version"):
         return _fully_asynchronous(trainer)
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async computes `old_log_probs` with the weights from the start of the step.
+    # v1's separate_async uses start-of-step weights for `old_log_probs`.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
         version=begin + done,
         old_version=begin if is_separate else begin + done,
         updates_a_transfer=updates,
-        # OneStepOffRayTrainer transfers weights after it has incremented its step counter.
+        # OneStepOffRayTrainer increments its step counter before the transfer.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
         is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
     )
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps count transfers."""
+    """`global_steps` counts actor updates from 1, and logged steps count transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -206,29 +194,25 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Key added to a worker's batch: row indices, which survive shuffling into micro-batches."""
+"""Batch key for row indices, to recognise rows in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""For each pass that the driver records: the output column in which workers return `Forwards.column`."""
+"""Pass -> worker output column with its `Forwards.column`."""
 
 
 class Forwards:
-    """Forward passes of an engine call. For each row: the number of its forward pass, its position in that pass, the
-    number of rows in the pass, and the padding after the row."""
+    """For each row in an engine call: its forward pass, its position, rows in that pass, padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields the numbers to assign to this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
 
     @staticmethod
     def are_known(engine: Any) -> bool:
-        """Return True if an engine pads rows as verl's FSDP engine does."""
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Store each micro-batch's rows; a micro-batch is one forward pass."""
-        # The driver collects rows from several processes, which all count their forward passes from 0.
+        # The driver merges rows from several processes that all count from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -241,7 +225,6 @@ class Forwards:
                 self._of_row[int(row)] = (number, place, len(rows), after)
 
     def _tail(self, num_tokens: int) -> int:
-        """Return the padding after packed rows: to the next bucket size, then to a multiple of the Ulysses ranks."""
         engine, width = self._engine, num_tokens
         settings = engine.engine_config
         bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
@@ -250,8 +233,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return the four numbers listed above for each row, as [B, 4] int64. Return None if any row was in no forward
-        pass."""
+        """Return these four numbers per row, [B, 4] int64, or None if a row had no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -263,17 +245,13 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens of a padded row attention sees, if it does not see all of them.
-
-    Before verl 0.8, attention sees only as many tokens as the loss mask is wide.
-    """
+    """Return how many tokens attention sees, if not all. Before verl 0.8, this is the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Decode `Forwards.column`, given as one array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

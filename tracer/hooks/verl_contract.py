@@ -1,5 +1,3 @@
-"""Contracts of verl's passes, and verl's loss, read from a worker's engine and from the run's configuration."""
-
 from __future__ import annotations
 
 from importlib.metadata import version
@@ -17,10 +15,10 @@ _ENGINE = (
     "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
     "reshard_after_forward",
 )  # fmt: skip
-"""Settings in a worker's engine configuration (FSDP or Megatron) that can change a logprob."""
+"""Engine settings (FSDP or Megatron) that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
-"""verl's strategies that cast parameters to the forward pass's dtype."""
+"""Strategies that cast parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -33,11 +31,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings that determine a worker's logprobs.
-
-    `source` is `recomputed` for a forward pass before the loss, or `loss` for logprobs computed in the loss. `dtype` is
-    the logprobs' dtype, which matters because bfloat16 values near -4 nats are 0.031 nats apart.
-    """
+    """Settings behind a worker's logprobs. `source` is `recomputed` (before the loss) or `loss`."""
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
@@ -74,7 +68,6 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """Derive the trainer's contract from the run's configuration, for runs whose workers declared none."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -86,7 +79,6 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """Derive the engine's contract from the run's configuration, for runs whose engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -98,7 +90,6 @@ def configured_rollout(config: Any) -> Contract:
 
 
 def sampling(config: Any) -> dict[str, Any]:
-    """Return the sampling settings that verl passes to its engine in training."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "temperature": rollout.temperature,
@@ -115,7 +106,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy loss (None if unknown), and settings that `Loss` has no field for."""
+    """Return the policy loss (None if unknown), and settings without a `Loss` field."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -143,7 +134,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 
 
 def _model(engine: Any) -> Any:
-    """Return the engine's model; under Megatron's virtual pipeline parallelism, the model's first chunk."""
+    """Return the engine's model, or its first chunk under virtual pipeline parallelism."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 

@@ -1,8 +1,4 @@
-"""Compare the weights of verl's engine with the trainer's, in the worker that trains and sends them.
-
-The engine runs in another process on the same machine. It computes digests of its own copy when the worker asks for
-them.
-"""
+"""Compare weights between verl's trainer and engine, in the worker that sends them."""
 
 from __future__ import annotations
 
@@ -21,34 +17,30 @@ from .session import Session
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Method that recording adds to vLLM's worker, to write digests of the weights it holds."""
+"""Method added to vLLM's worker for writing digests."""
 
 NAIVE = "naive"
-"""Name of verl's weight transfer to an engine on the same devices."""
+"""verl's weight transfer to an engine on the same devices."""
 
 _APART = (
-    "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
-    "use trainer.v1.trainer_mode=sync, which sends them from the worker itself"
+    "the engine's weights are not compared: verl's checkpoint engine {} sends them to other processes; use "
+    "trainer.v1.trainer_mode=sync to send them from the worker itself"
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"
-_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to the engine are still recorded"
+_NOT_HELD = "the engine's own weights cannot be read ({}), but the weights sent to it are still recorded"
 
 
 class VerlEngineWeights(EngineWeights):
-    """Compares one verl worker's weights with those of its engine, during weight transfers only."""
-
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
-        """verl's training engine during a weight transfer, else None."""
         self._newest: Any = None
-        """Training engine of the newest transfer, until the comparison is recorded; then None."""
+        """Training engine in the latest transfer, until the comparison is recorded."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
     async def transfer(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer; take digests of the trainer's weights before it and of the engine's after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -67,12 +59,11 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """If the model is sharded, take the trainer's digests from the tensors that verl gathers."""
+        """For a sharded model, take the trainer's digests from the tensors that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the newest transfer's comparison under this policy version, unless already recorded."""
         if self._newest is None:
             return
         self._version = version
@@ -94,7 +85,7 @@ class VerlEngineWeights(EngineWeights):
             rollout = worker.config.rollout
             self._dtype = getattr(torch, str(rollout.dtype), None)
             self._device = torch.device(get_device_name())
-            # By design, a quantised engine's tensors have different shapes, so they are not compared.
+            # A quantised engine's tensors have different shapes, so they are not compared.
             self._reads_held = not rollout.get("quantization")
             engine = worker.actor.engine
             self._own = {}
@@ -130,7 +121,7 @@ def install(session: Session, module: Any) -> None:
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Every vLLM worker runs this, but only rank 0 writes."""
+    """Write digests from rank 0. Every vLLM worker runs this."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -140,7 +131,7 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
 
 
 async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
-    # verl's server does not return a worker's result, so the digests are passed in a file.
+    # verl's server discards a worker's result, so the digests go through a file.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
         await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
@@ -163,13 +154,12 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Return True if the model is sharded over a single rank, which then holds every tensor in full."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors as `trainer_tensors` does, under the names that verl sends."""
+    """Like `trainer_tensors` for an unsharded model, under the names that verl sends."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -1,6 +1,6 @@
-"""Record verl's workers: the logprobs computed in the loss, and the settings that determine a worker's logprobs.
+"""Record verl's workers: logprobs from the loss, and the contracts behind a worker's logprobs.
 
-Shapes: B rows that this worker trains on in one update, T padded response width.
+Shapes: B rows in one worker's update, T padded response width.
 """
 
 from __future__ import annotations
@@ -33,29 +33,25 @@ _BLIND = (
     "actor_rollout_ref.model.use_remove_padding=True"
 )
 _OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} uses its own tensor names and shards; to replay, let verl save the "
-    "weights (hf_model in actor.checkpoint.save_contents), and after the run attach each version's folder: "
+    "weights are not recorded: verl's strategy {} uses its own tensor names and shards. To replay, let verl save the "
+    "weights (hf_model in actor.checkpoint.save_contents), and attach each version after the run: "
     "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """The rows a worker trains on in one actor update."""
-
     batch: Batch
     lengths: np.ndarray
-    """[B] number of response tokens in each of verl's rows."""
     places: dict[int, int]
-    """Row index in verl's batch -> index in `batch`, which leaves out verl's padding rows."""
+    """Row in verl's batch -> row in `batch` (without padding rows)."""
     policy_version: int
     is_last: bool
-    """True for the last update of the training run."""
     is_train: bool
-    """True if the first logprobs in the loss serve as the `train` pass, because verl computes none beforehand."""
+    """True if the loss's first logprobs serve as the `train` pass, because verl computes none beforehand."""
     num_mini_batches: int = 0
     engine: Any = None
-    """verl's training engine; None if another process records the same rows."""
+    """verl's training engine, or None if another process records the same rows."""
     train_scored: set[int] = field(default_factory=set)
 
 
@@ -96,7 +92,6 @@ class WorkerHooks:
         self._contract: Contract | None = None
         self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
-        """Forward passes in the training engine's current call; None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
 
@@ -112,7 +107,7 @@ class WorkerHooks:
 
     def update(self, original: Original, worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
-        if told is not None:  # verl's older trainer passes the rows themselves, not their keys
+        if told is not None:  # verl's older trainer passes rows instead of keys
             data.pop(UPDATE_KEY)
             if self.session.is_recording:
                 with self.session.guard("current logprobs"):
@@ -136,7 +131,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Before the first mini-batch, param_offload may have moved the parameters off the device.
+            # param_offload may keep the parameters off the device until now.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -171,15 +166,15 @@ class WorkerHooks:
             if is_heard:
                 data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
-            # The actor with its adapter disabled is the reference model.
+            # With its adapter disabled, the actor is the reference model.
             pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
-            with self.session.guard("the contract of the trainer's logprobs"):
+            with self.session.guard("the trainer's contract"):
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
             if forwards is not None:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        # The driver records this pass and reads this column for it.
+                        # The driver records this pass, including this column.
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
@@ -216,7 +211,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """Each of `rows` is (position in `data`, key); `lengths` holds [B] response tokens."""
+        """`rows` holds (position in `data`, key) pairs, and `lengths` [B] response tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -274,13 +269,13 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change with each mini-batch of an update, but policy versions count whole updates.
+                # Weights change with each mini-batch, but policy versions count whole updates.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract of a pass whose scores the driver records. Only one process does so, and only once."""
+        """Record the contract once, from one process, for a pass that the driver records."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -313,5 +308,4 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Unwrap a TensorDict's non-tensor entry."""
     return getattr(value, "data", value)

@@ -1,7 +1,4 @@
-"""Record vLLM's offline engine, in the process that calls `LLM.generate` or `LLM.chat`.
-
-Shapes: T response tokens, K tokens kept per position, V vocabulary size.
-"""
+"""Record vLLM's offline engine (`LLM.generate` and `LLM.chat`)."""
 
 from __future__ import annotations
 
@@ -30,16 +27,12 @@ _POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions of `LLM` that sample but are not recorded."""
 
 _NO_ROUTING = (
-    "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
-    "which needs Triton, and tim-trace does not read them yet; the trainer's router choices are recorded"
+    "router choices are recorded only for the trainer: tim-trace cannot read vLLM's (enable_return_routed_experts) yet"
 )
-_NO_TOKENIZER = "the trace has no tokenizer, because the engine has none (skip_tokenizer_init); tokens are shown as ids"
-EMBEDDED = (
-    "rollouts of prompts given as embeddings (prompt_embeds) are not recorded, because their token ids are unknown"
-)
+_NO_TOKENIZER = "tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)"
+EMBEDDED = "rollouts from embedded prompts (prompt_embeds) are not recorded, because their token ids are unknown"
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -51,7 +44,6 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
-    """Hook an engine's functions; `told` receives a sentence if this vLLM version is untested."""
     import vllm
 
     session.hooks["vllm"], patches = vllm.__version__, Patches()
@@ -62,7 +54,7 @@ def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, t
 
 
 class EngineHooks:
-    """Base class of hooks around vLLM's engines. Callers get the same results as without hooks."""
+    """Hooks around a vLLM engine. Callers get the same results as without hooks."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -70,14 +62,13 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return the contract cached under `key`, always the same object, and True if it is new."""
+        """Return the contract cached under `key` (always the same object), and True if new."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()
         return self._contracts[key], is_new
 
     def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
-        """Describe the run once, if no trainer does. `config` is the engine's model_config."""
         if not self._described:
             self._described = True
             self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
@@ -135,8 +126,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that request the logprobs to record, and the caller's own requests. Both are empty if the
-        call is not recorded."""
+        """Return arguments that request the logprobs to record, and the original requests. Empty if not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -150,7 +140,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Most requests share one params object, so handle each (object, captured) pair only once.
+        # Most requests share one params object, so handle each pair only once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
@@ -170,8 +160,8 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only if one engine call returns exactly a process's rows, which "
-                "rules out tools, multi-turn rollouts and vLLM's tensor parallelism"
+                "rollout distributions are captured only if one engine call returns exactly one process's rows "
+                "(no tools, multi-turn rollouts or vLLM tensor parallelism)"
             )
             return [False] * rows
         return [bool(keep) for keep in generation.captured]
@@ -205,7 +195,6 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce outputs to what the caller requested; return the engine's full logprobs, or None if nothing was removed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

@@ -1,6 +1,6 @@
-"""Record vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
+"""Record vLLM's serving engine (`AsyncLLM.generate`).
 
-Under verl, the driver records the sequences, and the engine's process records only the contract behind their logprobs.
+Under verl, only the rollout contract is recorded here, because the driver records the sequences.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's finish reasons for requests that the caller aborted or that failed."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change the engine's model; verl uses them to exclude vocabulary padding from the softmax."""
+"""Calls that change the engine's model. verl uses them to keep vocabulary padding out of the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""Module whose import means that verl samples in this process."""
+"""Imported only if verl samples in this process."""
 
 _POINTS = {
     "__init__": ("init", "room for captured distributions"),
@@ -38,14 +37,14 @@ _POINTS = {
     "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
 
-_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded, because the prompt keeps growing"
+_STREAMED = "rollouts from streamed prompts (AsyncLLM.generate) are not recorded, because the prompt keeps growing"
 _BARE = (
-    "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests no logprobs, "
-    "because such a request has its own sampling parameters"
+    "AsyncLLM.generate: no logprobs are recorded for EngineCoreRequest prompts that request none, because they have "
+    "their own sampling parameters"
 )
 _LOST = (
-    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or with an error) before the "
-    "caller received any token"
+    "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller received "
+    "any token"
 )
 
 
@@ -54,7 +53,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Hooks around `AsyncLLM`. A request that arrives while no other is running begins a new step."""
+    """Hooks around `AsyncLLM`. A request that arrives while none is running begins a new step."""
 
     def __init__(self, session: Session):
         super().__init__(session)
@@ -75,16 +74,16 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         try:
             call = arguments(original, engine, *args, **kwargs)
-        except TypeError:  # the caller's arguments are wrong, so the original function raises the error
+        except TypeError:  # let the original function report wrong arguments
             return original(engine, *args, **kwargs)
         if _is_verl():
-            with self.session.guard("the contract of vLLM's rollouts"):
+            with self.session.guard("vLLM's rollout contract"):
                 self._declare(engine, call["sampling_params"], call.get("lora_request"))
             return original(engine, *args, **kwargs)
         return self._recorded(original, engine, call)
 
     def collective_rpc(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.session.guard("how vLLM's model was changed"):
+        with self.session.guard("changes to vLLM's model"):
             method = args[0] if args else kwargs.get("method")
             if method in MODEL_PATCHES:
                 given = dict(kwargs.get("kwargs") or {})
@@ -92,7 +91,6 @@ class AsyncEngineHooks(EngineHooks):
         return original(engine, *args, **kwargs)
 
     async def _recorded(self, original: Original, engine: Any, call: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Yield the engine's outputs to the caller, and record the request once it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -118,7 +116,6 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return a call that also requests the data to record, and the request (None if it is not recorded)."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -174,7 +171,6 @@ class AsyncEngineHooks(EngineHooks):
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Record the engine's contract once per set of sampling settings, before the caller receives a rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -183,14 +179,13 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """What the caller has received of one completion: delta outputs append to it, other outputs replace it."""
+    """Tokens the caller received. Delta outputs append to them, and other outputs replace them."""
 
     index: int
     num_tokens: int = 0
     tokens: Any = ()
-    """At least `num_tokens` token ids; vLLM's own list may keep growing."""
+    """At least `num_tokens` token ids. vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs for `tokens`; None if the engine returned none."""
     finish_reason: str | None = None
 
     @property
@@ -224,7 +219,6 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add an output; `given` pairs its completions with the engine's logprobs."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -237,7 +231,7 @@ class AsyncRequest:
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions that have at least one token, or that ended normally without any."""
+        """Completions with tokens, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

@@ -32,24 +32,21 @@ _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("method", "model", "num_speculative_tokens"),
     "load_config": ("load_format",),
 }  # fmt: skip
-"""Settings that can change a logprob, by section of vLLM's configuration."""
+"""Section -> vLLM settings that can change a logprob."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Sampling settings that may differ between requests, so a serving engine's contract leaves them out."""
+"""These may differ between requests, so a serving engine's contract excludes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What affects the logprobs of an engine call, besides sampling settings."""
-
     adapters: tuple[tuple[str, int, str], ...] = ()
-    """(name, number, path) of each LoRA adapter."""
+    """(name, number, path) per LoRA adapter."""
     has_grammar: bool = False
-    """True if any request has structured outputs."""
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
@@ -62,8 +59,8 @@ class Conditions:
     @property
     def sentences(self) -> list[str]:
         found = [
-            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract contains "
-            "its name and path"
+            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded, only its name and path in the "
+            "rollout contract"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar
@@ -77,7 +74,7 @@ class Conditions:
 
 _GRAMMAR = (
     "logprobs over the full vocabulary are not recorded for rollouts with structured outputs: vLLM returns logprobs "
-    "over the tokens that the grammar allows, so d includes the effect of the grammar"
+    "over the tokens allowed by the grammar, so d includes the grammar's effect"
 )
 
 
@@ -94,11 +91,7 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the settings that determine the serving engine's logprobs, except those that may differ between requests.
-
-    The engine runs in other processes, so its kernels are unknown. `model_patches` lists the changes that the caller
-    made to the engine's model.
-    """
+    """Settings behind a serving engine's logprobs, except those that vary between requests."""
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,
@@ -131,7 +124,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name; without `of_request`, only those that all requests share."""
+    """Return sampling settings by name. With `of_request=False`, only those shared by all requests."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 
@@ -157,14 +150,13 @@ def _said(value: Any) -> Any:
 
 
 def model_runner(llm: Any) -> Any:
-    """Return the model runner if the engine runs in this process, else None."""
+    """Return the model runner, or None if the engine runs in another process."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(executor, "driver_worker", None)
     return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
 
 
 def attention_backends(llm: Any) -> list[str] | None:
-    """Return the attention kernels in use; None if the engine runs in another process."""
     groups = getattr(model_runner(llm), "attn_groups", None)
     if not groups:
         return None
@@ -172,7 +164,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """A GPU's name comes from vLLM, because asking torch would initialise CUDA and prevent forks."""
+    """Get a GPU's name from vLLM, because asking torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

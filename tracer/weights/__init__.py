@@ -1,1 +1,1 @@
-"""The weights of every policy version, bit for bit."""
+"""Weights for every policy version, bit for bit."""

@@ -1,4 +1,4 @@
-"""Attach the weights in a Hugging Face folder to a policy version of a trace without weights."""
+"""Attach weights from a Hugging Face folder to a trace without any."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries in which the attached model must match the recorded one."""
-_TOLD = 8
-"""Maximum number of versions or tensors listed in an error."""
+"""Config entries that must match the recorded model."""
+_TOLD = 8  # versions or tensors listed in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,6 @@ class Attached:
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if a tokenizer was stored too. A trace that already has a tokenizer keeps it."""
 
 
 def attach(
@@ -51,20 +49,18 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Record the weights from a Hugging Face model folder as a policy version, so that an imported dump can be
-    replayed.
+    """Record weights from a Hugging Face model folder as a policy version, so an imported dump can be replayed.
 
-    `folder` contains config.json and safetensors files, as written by `save_pretrained`. The model must be one of
-    transformers' own classes, because code in the folder is never run. The model's config is stored with the weights,
-    and so is the tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded
-    ones. If attaching is interrupted, nothing partial is left in the trace.
+    `folder` contains config.json and safetensors files from `save_pretrained`. The model must be a transformers class,
+    because code in the folder is never run. The config is stored with the weights, and so is the tokenizer from
+    `tokenizer` or `folder`. An interrupted call leaves the trace unchanged.
 
-    With `force`, weights attached earlier are replaced. Recorded weights cannot be replaced, since later versions are
-    stored as changes to them.
+    `force` replaces weights attached earlier. Recorded weights cannot be replaced, because later versions build on
+    them.
 
-    Raises InvalidOption if no row of the trace has the version, if the version already has weights, or if the model's
-    vocabulary or size does not match the trace; WeightsMissing if the folder has no readable weights; NotInstalled
-    without transformers; TraceNotFound; TraceExists if the trace is being recorded; StorageError.
+    Raises InvalidOption if no row has the version, if it already has weights, or if the model does not match the trace.
+    Raises WeightsMissing if the folder has no readable weights, NotInstalled without transformers, TraceExists during
+    recording, TraceNotFound and StorageError.
     """
     Store(trace).manifest()
     model, of_tokenizer = load_folder(folder, tokenizer)
@@ -100,14 +96,11 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load the model (in its stored dtypes) and the tokenizer from a folder.
-
-    Raises WeightsMissing, InvalidOption or NotInstalled.
-    """
+    """Load the model (in its stored dtypes) and the tokenizer."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
-        adapter = "; it has an adapter, which must be merged first" if (path / "adapter_config.json").exists() else ""
+        adapter = " (merge its adapter first)" if (path / "adapter_config.json").exists() else ""
         raise WeightsMissing(f"{path}: has no {lacking}; give a folder written by save_pretrained{adapter}")
     if (path / "adapter_config.json").exists():
         raise WeightsMissing(
@@ -117,9 +110,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         import torch
         import transformers
     except ImportError as error:
-        raise NotInstalled(
-            "attaching weights needs torch and transformers, as a replay does: pip install transformers"
-        ) from error
+        raise NotInstalled("attaching weights requires torch and transformers: pip install transformers") from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
@@ -131,7 +122,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
-            f"{path / 'config.json'}: names the architecture {name}, which is not a language model of the installed "
+            f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed "
             "transformers"
         )
     try:
@@ -152,7 +143,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Replace tensors that transformers loaded in another dtype with the bits stored in the folder."""
+    """Restore stored bits where transformers loaded another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -179,9 +170,9 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Accepts any version if the rows of the trace have no versions."""
+    """Accept any version if no row has one."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
-        raise InvalidOption(f"got {version!r}; give a policy version: a number of optimizer updates, 0 or more")
+        raise InvalidOption(f"got {version!r}; give a policy version (a number of optimizer updates, 0 or more)")
     there: set[int] = set()
     for table in (SEQUENCES, SCORES):
         for rows in _columns(snapshot, table, ["policy_version"]):
@@ -230,7 +221,6 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights will be replaced. Raises InvalidOption if that is not allowed."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
@@ -238,7 +228,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
     if recorded:
         raise InvalidOption(
             f"{store.url}: has recorded weights of version {version}, which cannot be replaced; to attach others, "
-            "import or copy the run without its weights"
+            "import or copy the run without weights"
         )
     if writers and not force:
         raise InvalidOption(
@@ -249,7 +239,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove the weights that a writer attached. Its state is marked first, so that readers ignore the weights."""
+    """Mark a writer's attached weights so that readers ignore them, then remove them."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

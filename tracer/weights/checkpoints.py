@@ -1,4 +1,4 @@
-"""Read checkpoints that a run saved as Hugging Face folders, write a version as one, and find a trace's weights."""
+"""Read and write policy versions as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""torch's name of each safetensors dtype."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders, whose names end with the version."""
+    """Reads Hugging Face folders named after policy versions, such as `checkpoint-20`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -41,7 +40,7 @@ class CheckpointReader:
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Memory-map every tensor of a version; `attempt` and `is_lazy` have no effect. Raises WeightsMissing."""
+        """Memory-map a version's tensors. `attempt` and `is_lazy` have no effect. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")
@@ -65,7 +64,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a backup") from error
         header.pop("__metadata__", None)
-        # Mapped copy-on-write, since torch warns about read-only arrays.
+        # Mapped copy-on-write, because torch warns about read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
@@ -79,7 +78,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `architectures` to a model's config: vLLM needs this entry, and a model never loaded from disk lacks it."""
+    """Add `architectures` to a model's config, because vLLM needs it."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -89,10 +88,10 @@ def write_folder(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes], *,
     prefix: str = "",
 ) -> None:  # fmt: skip
-    """Write weights, a model's config and tokenizer files to a folder that `from_pretrained` can load.
+    """Write weights, a config and tokenizer files to a folder for `from_pretrained`.
 
-    With `prefix` `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
-    StorageError if it cannot be written.
+    With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
+    StorageError.
     """
     from safetensors import TensorSpec, serialize_file
 
@@ -103,7 +102,7 @@ def write_folder(
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is one object under several names. It is written once, since loading ties it again.
+        # A tied tensor is one object under several names. Write it once, because loading ties it again.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(
@@ -122,15 +121,14 @@ def write_folder(
 
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Environment variable that sets --weights-from for every command."""
+"""Sets --weights-from for every command."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
-    """Return a reader of a trace's policy versions, with `.versions` and `.load(version)`.
+    """Open a trace's policy versions, recorded or saved as checkpoints.
 
-    Checkpoints outside the trace are read only from a folder that the user gives: `weights_from` or
-    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace is reported but not read, because the trace may come from
-    an untrusted source.
+    Checkpoints are read only from `weights_from` or TIM_TRACE_WEIGHTS_FROM. The trace itself names a folder too, but it
+    may come from an untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

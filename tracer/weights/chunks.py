@@ -1,16 +1,12 @@
-"""Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk, or as sparse changes.
+"""Bit arrays in Zarr v3 format, one row per version, stored as compressed chunks or sparse changes.
 
-Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. They are written without such a library, because it would take 10 ms and start threads for each array. That would
-slow every training step of a small model, and threads can no longer be started at interpreter exit.
+Any Zarr library can read them (core 3.0, codecs `bytes` and `blosc`). They are written without one, because it would
+take 10 ms and start threads for each array, and threads cannot be started at interpreter exit.
 
-At a small learning rate, an update changes only a few of a half-precision model's weights, most of them by one unit in
-the last place. A change is stored as two numbers: the distance from the previous changed element, and the difference
-between the new and the old bits, as unsigned integers with wraparound. Differences from several updates can be added in
-any order, and undone.
+A change is two numbers: the distance from the previous changed element, and new minus old bits (unsigned, with
+wraparound). Changes from several updates can be added in any order, and undone.
 
-Shapes: R rows (versions) in a segment, E elements in a row (all tensors of one dtype), C elements in a chunk, K changed
-elements in a chunk, G bytes that encode distances.
+Shapes: R rows (versions), E elements in a row, C elements in a chunk, K changed elements in a chunk, G distance bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +29,8 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integer type for each number of bytes per element."""
 Bits = dict[str, np.ndarray]
-"""[E] bits of all tensors of a dtype, by dtype."""
+"""[E] bits by dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
@@ -57,7 +52,6 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
-    """Return the metadata of a dtype's [R, E] array, in which a missing chunk means all zeros."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -86,7 +80,7 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write one row on the encoder threads; return the indices of its nonzero chunks, and their size in bytes."""
+    """Write a row on the encoder threads. Return its nonzero chunks, and their size in bytes."""
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:
@@ -101,9 +95,8 @@ def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    """Call `work` with each chunk index on the encoder threads; return the results in order."""
     if num_chunks <= 1:
-        # For a small model, waking another thread would slow training more than encoding in this thread.
+        # For a small model, waking another thread would slow training more than encoding here.
         return [work(0)]
     found: dict[int, _T] = {}
 
@@ -128,7 +121,6 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
-    """Decode a chunk of `size` elements to [C] bits, into `out_C` if given. Raises ValueError."""
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
         raise ValueError(f"it does not contain {size:,} elements of {dtype}")
@@ -136,8 +128,7 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Decode a blosc buffer of at most `most` numbers, into `out` if given. Raises ValueError."""
-    # Check first, since blosc allocates as much memory as the buffer's header says.
+    # Check first, because blosc allocates whatever the header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
@@ -158,17 +149,17 @@ def changes_key(row: int, index: int) -> str:
 
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] positions of a chunk's changed elements, ascending, and [K] differences: new bits minus old bits."""
+"""[K] ascending positions, and [K] new minus old bits."""
 
 _LONGEST = 255
-"""If a byte has this value, the next byte belongs to the same distance and is added to it."""
+"""A byte with this value continues in the next one."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """`delta_C` is the XOR of a chunk's old and new bits; `bits_C` holds the new bits."""
+    """`delta_C` is the XOR between old and new bits, and `bits_C` holds the new ones."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
@@ -200,7 +191,6 @@ def write_changes(path: Path, changes: Changes) -> int:
 
 
 def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
-    """Decode the changes to a chunk of `size` elements. Raises ValueError."""
     end = 8 + int.from_bytes(encoded[:8], "little")
     kind = np.dtype(bits_type(dtype))
     distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)
@@ -217,7 +207,7 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
     places_K, differences_K = changes
-    # This takes half as long as `bits[places] += ...`.
+    # Takes half as long as `bits[places] += ...`.
     np.add.at(bits_C, places_K, -differences_K if undo else differences_K)
 
 

@@ -1,6 +1,6 @@
-"""64-bit digests of tensors, computed on the tensor's device.
+"""64-bit tensor digests, computed on the tensor's device.
 
-Shapes: N 32-bit lanes in a tensor, C lanes in a chunk.
+Shapes: C 32-bit lanes in a chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Integer dtype that both torch and NumPy have, by bytes per element."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int or, on an accelerator, an int64 tensor that `resolved` converts."""
@@ -23,12 +22,11 @@ _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return a tensor's digest, after rounding it to a floating-point `dtype` and moving it to `device`, if given.
+    """Return a tensor's digest, after rounding it to `dtype` and moving it to `device`, if given.
 
-    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, it is the sum modulo 2^64 of the bytes
-    as 32-bit lanes, each multiplied by an odd number that depends on its position, so that only the sum leaves the
-    device. Digests from different device types cannot be compared. The tensor is cast and moved in pieces. If `through`
-    is given, the tensor is rounded to that dtype first, and then to `dtype`.
+    On a CPU, this is the XXH3-64 of its bytes. On an accelerator, it is a sum modulo 2^64 over 32-bit lanes, each
+    multiplied by an odd number that depends on its position. Digests from different device types cannot be compared.
+    `through` is a dtype to round to before `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -43,7 +41,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as integers from 0 to 2^64 - 1, copied from the accelerator all at once."""
+    """Return digests as unsigned 64-bit integers, copied from the accelerator all at once."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -56,7 +54,6 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Like `_of_bytes`, but with fewer torch calls for a small tensor."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -64,7 +61,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Casts in pieces that fit into the CPU cache."""
+    """Cast in pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -74,7 +71,6 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """Return the weighted sum of the tensor's 32-bit lanes, in int64 with wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -108,7 +104,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield pieces of exactly `most` elements; the last may be shorter. An empty tensor yields none."""
+    """Yield pieces with exactly `most` elements, except for the last."""
     import torch
 
     held: list[Any] = []
@@ -126,7 +122,7 @@ def _pieces(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _odd_numbers(device: Any) -> Any:
-    """Return [C] int64 weights, one per lane position: the position's splitmix64 hash with its lowest bit set."""
+    """Return [C] odd int64 weights, from the splitmix64 hash of each lane position."""
     import torch
 
     z = (torch.arange(_CHUNK_LANES, dtype=torch.int64, device=device) + 1) * _signed(_PRIME)

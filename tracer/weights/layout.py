@@ -1,4 +1,4 @@
-"""Lay out a model's tensors: which ones share memory, and which shards this process holds."""
+"""Lay out a model's tensors, including ties and this process's shards."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules of FSDP1 and activation checkpointing. A state_dict leaves them out of tensor names."""
+"""Wrapper modules left out of tensor names in a state_dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its row-major elements."""
+    """This process's shard of a parameter flattened by FSDP1: a contiguous range in row-major order."""
 
     values: Any
     start: int
-    """Index of the shard's first element in the whole parameter."""
     shape: tuple[int, ...]
     requires_grad: bool
     is_replicated: bool
-    """True if every process has the whole parameter."""
 
     @property
     def dtype(self) -> Any:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Count the whole parameter's elements, as DTensor.numel does."""
+        """Count the whole parameter, like DTensor.numel."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -42,10 +40,9 @@ class FlatPart:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Return the tensors of a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
+    """Return state_dict tensors as this process holds them: whole tensors, DTensors and FlatParts.
 
-    state_dict() itself is never called, since its hooks gather parameters under FSDP1 and reshard them under FSDP2. A
-    single process that ran these hooks would wait for the others in a collective that they never call.
+    state_dict() is never called, because under FSDP its hooks call collectives that other processes would not join.
     """
     sharded = _sharded(model)
     tensors: dict[str, Any] = {}
@@ -67,12 +64,11 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Count the whole parameter's elements, even if ZeRO-3 has replaced it with an empty tensor."""
+    """Count elements, even if ZeRO-3 has emptied the parameter."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return this process's FSDP1 or FSDP2 shards by module and name, even if they are currently gathered."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -80,7 +76,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Before the first forward, a module may hold a tensor other than the shard registered with FSDP2.
+                # Before the first forward, a module may hold a tensor other than its registered shard.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -101,7 +97,7 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
+    # Before the first forward, the flat parameter is the shard. Later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
     for parameter, shape, own in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
@@ -116,7 +112,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay tensors out in one array per dtype, tied tensors only once. Raises InvalidRecord for unsupported dtypes."""
+    """Lay out tensors in one array per dtype, storing tied ones once. Raises InvalidRecord for unsupported dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}
@@ -140,12 +136,11 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor or FlatPart, which is distributed over processes."""
     return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a replicated DTensor's value; None for other DTensors, since reading them would need a collective."""
+    """Return a replicated DTensor's value, or None, because reading other DTensors needs a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 

@@ -1,6 +1,6 @@
-"""Read the weights of recorded policy versions, bit for bit. Errors say which parts are missing.
+"""Read recorded policy versions, bit for bit.
 
-Shapes: E elements in a segment's tensors of one dtype, N elements in a tensor, C elements in a chunk.
+Shapes: N elements in a tensor, C elements in a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from .chunks import (
 )
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""Ways to supply weights, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,6 @@ class Tensor:
 
 
 class LazyTensor(Tensor):
-    """Tensor whose bits are read from disk each time they are accessed."""
-
     __slots__ = ("_read",)
 
     def __init__(self, dtype: str, read: Callable[[], np.ndarray]):
@@ -59,30 +56,26 @@ class LazyTensor(Tensor):
 
 
 class WeightReader:
-    """Reads the policy versions whose weights a trace stores.
+    """Reads a trace's policy versions.
 
-    The last version read stays in memory, so that reading its successor takes only one delta. Two kinds of versions are
-    not kept: the first one read, because it may be the only one, and versions larger than half of the machine's memory.
+    The last version read stays in memory, so its successor needs only one delta. The first one is not kept, because it
+    may be the only one, and neither are versions larger than half the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Maximum size of a version kept in memory, in bytes."""
 
     def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, checkpoints: str | None = None):
-        """`checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """(version, attempt) -> a sentence that describes the damaged or missing part."""
+        """(version, attempt) -> what is damaged or missing."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Version and bits of chunks in memory, by (segment, dtype, chunk): those of one version, or only the last one.
-        """
+        """(segment, dtype, chunk) -> version and bits in memory."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
-        """Number of elements, by segment and dtype."""
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
         self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -124,7 +117,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Each version's records from the newest training attempt, one per writer."""
+        """Records from each version's newest attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -132,11 +125,10 @@ class WeightReader:
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the training attempts that stored a version; 0 is an unknown attempt."""
+        """Return the attempts that stored a version. 0 is an unknown attempt."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return a version's records, by default from the newest attempt that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -155,12 +147,11 @@ class WeightReader:
         return self._layouts[record.segment]
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version by name; a tied tensor appears under each of its names.
+        """Load a version's tensors by name. A tied tensor appears under all its names.
 
-        A resumed run may have stored a version in several training attempts; by default the newest one is read. With
-        `is_lazy`, a tensor is read and verified only when its bits are accessed, which must happen before another
-        version is loaded. Raises WeightsMissing if the version or any writer's part of it is missing, and DamagedTrace
-        if the bits differ from the recorded ones.
+        The newest training attempt is read by default. With `is_lazy`, tensors are read and verified on access. Access
+        them before loading another version. Raises WeightsMissing if any writer's part is missing, and DamagedTrace if
+        the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -184,7 +175,6 @@ class WeightReader:
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """Read and verify all parts of a version; return the errors found."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -192,7 +182,7 @@ class WeightReader:
                     self._read(record, tensor)
             except (TimTraceError, ValueError, KeyError, IndexError, TypeError) as error:
                 found.append(str(error))
-            try:  # decode this version's own chunks, to find damage in them even if earlier versions are lost
+            try:  # decode this version's own chunks too, in case earlier versions are lost
                 for dtype, indexes in self._chunks_of(record).items():
                     for index in indexes:
                         self._apply(record, dtype, index, self._empty(record, dtype, index))
@@ -240,7 +230,6 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Return the [N] bits of a writer's tensor, verified against the recorded hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -252,7 +241,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises an error that names the first version with wrong bits
+            self._read(step, tensor)  # reports the first version with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
             "(hash mismatch); restore the folder from a backup"
@@ -266,7 +255,7 @@ class WeightReader:
             chunk_C = self._empty(record, dtype, index)
             for step in path:
                 self._apply(step, dtype, index, chunk_C)
-        # The first version is not kept, since it may be the only one.
+        # Do not keep the first version, because it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
         num_bytes = sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items())
@@ -278,7 +267,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Turn another version's chunk into this one by way of their common ancestor; None if impossible."""
+        """Turn another version's chunk into this one through a common ancestor, or return None."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
@@ -308,7 +297,6 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, keyframe first. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -318,9 +306,9 @@ class WeightReader:
         while parent is not None:
             if parent not in by_row:
                 raise WeightsMissing(
-                    f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} of "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not depend on it can be "
-                    f"rebuilt"
+                    f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} in "
+                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not need it can "
+                    f"still be rebuilt"
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
@@ -352,7 +340,7 @@ class WeightReader:
         return self._chunk_sets[key]
 
     def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
-        """Apply a version's stored chunk to `target`, or undo it; only sparse changes can be undone."""
+        """Apply a version's stored chunk to `target`. Only sparse changes can be undone."""
         if index not in self._chunks_of(record).get(dtype, ()):
             return
         size = self._chunk_size(record, dtype)
@@ -371,14 +359,13 @@ class WeightReader:
             what = "keyframe" if record.is_keyframe else "delta"
             raise DamagedTrace(
                 f"{self.store.shown(relative)}: the {what} for version {record.version} is missing or damaged "
-                f"({error}); no version of {record.segment} that depends on it can be rebuilt"
+                f"({error}); versions in {record.segment} that depend on it cannot be rebuilt"
             ) from error
         if not in_place:
             np.bitwise_xor(target, part_C[: len(target)], out=target)
 
     @property
     def told_checkpoints(self) -> str:
-        """A sentence that says where the recorded checkpoints are, and how to read them."""
         return (
             f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
             f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
@@ -399,7 +386,6 @@ def _attempt(writer: WriterState | None) -> int:
 
 
 def _segment_of(name: str) -> Segment | None:
-    """Parse `<segment>.<version>.json`; None for other names."""
     stem, _, version = name.removesuffix(".json").rpartition(".")
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 

@@ -1,6 +1,6 @@
-"""Write the weights of each policy version during training.
+"""Write each policy version's weights during training.
 
-Shapes: E elements in all tensors of one dtype.
+Shapes: E elements in all tensors with the same dtype.
 """
 
 from __future__ import annotations
@@ -39,35 +39,29 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change; more as long as the deltas total less than the keyframe."""
+"""Versions per segment if many elements change (more while deltas total less than the keyframe)."""
 MOST_A_KEYFRAME = 256
-"""Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of changed elements for which sparse changes are stored; above it, all bits are stored."""
+"""Maximum share of changed elements for sparse changes. Above it, all bits are stored."""
 STRIDE = 4
-"""Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r. Any version can thus be
-rebuilt from few rows."""
+"""Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum, over the versions since the keyframe, of the share of elements that changed. Above it, applying changes
-is slower than reading a keyframe."""
+"""Maximum share of elements to change when rebuilding a version. Beyond it, reading a keyframe is faster."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version that is copied through pinned memory. For larger versions, the caller waits."""
+"""Maximum bytes to copy through pinned memory. The caller waits for larger versions."""
 
-ENCODERS = 2
-"""Number of compression threads."""
+ENCODERS = 2  # compression threads
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""Changes to each chunk, by dtype."""
 
 
 class WeightWriter:
-    """Copies weights to the host, and writes them to disk on a separate thread.
+    """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory holds two copies of the weights: the version being written and the previous one. Submitting a version
-    waits until the previous one is written, and the wait is counted.
+    Host memory holds two versions. Submitting another waits for the previous write, and the wait is counted.
     """
 
     def __init__(
@@ -75,18 +69,15 @@ class WeightWriter:
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME, most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):  # fmt: skip
-        """`account` receives the SealedFile of each metadata file written, by path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Size in bytes of the segment's keyframe, and total size of its deltas."""
         self._is_few = True
-        """True while all rows after the segment's keyframe are sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """Changes not yet summed into the next level, by level: single rows, sums over STRIDE rows, and so on."""
+        """Level -> changes not yet summed: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
-        """[rows] number of changed elements to apply when rebuilding each row from the keyframe."""
+        """Elements to change when rebuilding each row from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -104,7 +95,7 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change while the writer's threads make progress; a large model's weights can take minutes."""
+        """Values that change while the threads make progress. A large model can take minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
@@ -112,16 +103,15 @@ class WeightWriter:
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a policy version once. `tensors` maps state_dict names to whole or sharded tensors on any device.
+        """Store a policy version once. `tensors` maps state_dict names to tensors on any device.
 
-        Returns as soon as the caller may modify the tensors again. For CUDA tensors the current stream waits for the
-        copy, and the caller waits only if the version is larger than PINNED_BYTES. Raises InvalidRecord for an
-        unsupported dtype.
+        Returns as soon as the caller may modify the tensors. For CUDA tensors, the current stream waits for the copy,
+        and the caller waits only above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return
         self._version = version
-        # The layout is computed again only if the tensors are not the same objects as before.
+        # The same tensor objects have the same layout.
         known = tuple((name, id(tensor)) for name, tensor in tensors.items())
         layout = layout_of(tensors) if self._layout is None or known != self._known else self._layout
         self._known = known
@@ -145,7 +135,7 @@ class WeightWriter:
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
-        # The delta is computed in the previous copy's memory, which is then reused for the next copy.
+        # The delta overwrites the previous copy, and its memory is reused for the next one.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
@@ -184,10 +174,7 @@ class WeightWriter:
     def _plan(
         self, row: int, delta: Bits, bits: Bits, *, is_few: bool
     ) -> tuple[int, ChunkChanges] | tuple[None, None] | None:
-        """Decide how to store a version as this row of the segment; None if a new segment must begin.
-
-        Returns a base row and the changes to it, or (None, None) for the XOR with the previous row's bits.
-        """
+        """Return a base row and the changes to it, (None, None) to store a full XOR, or None to begin a new segment."""
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
@@ -248,7 +235,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy bits to the host, reusing `spare`. Also return a function that waits for the copy; None if it is done."""
+    """Copy bits to the host, reusing `spare`. Also return a function that waits for the copy, or None if it is done."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
