@@ -205,7 +205,7 @@ SCORES_TABLE = Table(
         Column("contract", pa.string(), "hash for the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
-            "sampled tokens' log-probabilities, as computed by the framework. NULL elements have no logprob (tool output, masked)",
+            "sampled tokens' logprobs from the framework. NULL elements have none (tool output, masked)",
         ),
         _score("entropy", "entropy over the vocabulary"),
         _score("top2_gap", "most probable token's logprob minus the runner-up's"),
@@ -284,7 +284,7 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             "dtype",
             pa.string(),
-            "the engine's compute dtype, used for hashing",
+            "the engine's compute dtype. Tensors are rounded to it before hashing",
             null="each tensor was hashed in its own dtype, because the engine runs in another process",
             repeats=True,
         ),

@@ -1,4 +1,4 @@
-"""Plain stand-ins for the classes in frameworks' pickles: NumPy arrays, torch tensors, and the framework's own objects."""
+"""Plain stand-ins for classes in frameworks' pickles: NumPy arrays, torch tensors and the frameworks' own objects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""NumPy type string for each torch dtype. NumPy has no bfloat16, so bfloat16 values are converted to float32, without
-loss."""
+"""NumPy type strings. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -40,7 +39,7 @@ class NumpyDtype:
 
     @property
     def dtype(self) -> np.dtype:
-        """Raises NotPlain unless the elements are numbers, booleans, text or objects."""
+        """Raises NotPlain unless elements are numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
@@ -49,8 +48,6 @@ class NumpyDtype:
 
 
 class NumpyArray:
-    """Stand-in for a NumPy array, created empty and filled by `give_state`."""
-
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
 
     def __init__(self, *_: Any):
@@ -80,7 +77,7 @@ class NumpyArray:
 
 
 class Storage:
-    """Stand-in for a torch storage. In legacy files, bytes come after all tensors, so `content` may be set later."""
+    """Stand-in for a torch storage. In legacy files, bytes follow all tensors, so `content` may be set later."""
 
     __slots__ = ("content", "dtype")
 
@@ -89,8 +86,6 @@ class Storage:
 
 
 class Tensor:
-    """Stand-in for a torch tensor: a strided view of a storage."""
-
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
@@ -126,7 +121,6 @@ class Tensor:
 
 
 HELD = (NumpyArray, Tensor)
-"""Stand-ins that become arrays once their bytes are known."""
 
 
 class Shell:
@@ -142,7 +136,6 @@ class Shell:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 bits (uint16) to float32, without loss."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -173,14 +166,12 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
-    """Return an array's bytes, copied only if not contiguous. Raises NotPlain for an array of objects."""
     if array.dtype.hasobject:
         raise NotPlain("an array of objects where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
-    """Convert a stand-in to its array, and return any other value unchanged."""
     return value.array() if isinstance(value, HELD) else value
 
 
@@ -223,7 +214,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    """Stand in for a name that files reference but never call."""
+    """Stands in for names that files reference but never call."""
     raise NotPlain("it calls a name that may only be referenced")
 
 
@@ -254,4 +245,3 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""Stand-ins for names that occur in every framework's pickles, by (module, name)."""

@@ -1,6 +1,6 @@
-"""Read and check the fields of an imported record.
+"""Read and check the fields in an imported record.
 
-Shapes: T tokens in a sequence.
+Shapes: T tokens per sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and a mask [T] bool: True where a number was recorded."""
+    """Per-token numbers [T], and a [T] bool mask that is True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields, by trace column name. Reading a missing field gives None."""
+    """A record's fields by trace column. Missing fields read as None. Invalid ones raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
@@ -48,12 +48,12 @@ class Fields:
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record in this file, with additional columns (column=field)."""
+        """Return another record's fields in this file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
-        """Return the first of the column's candidate fields that is not None."""
+        """Return the column's first candidate field that is not None."""
         return self._found(column)[1]
 
     def _found(self, column: str) -> tuple[str, Any]:
@@ -71,18 +71,16 @@ class Fields:
         return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}; it must be {wants}")
 
     def required(self, column: str) -> Any:
-        """Like `get`, but raises ImportFailed instead of returning None."""
         name, value = self._found(column)
         if value is None:
             raise ImportFailed(f"{self.where}: field {name!r} is missing; it supplies {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Read and check the cells of these columns; by default, of all trace columns."""
+        """Read and check cells for these columns, or for all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
-        """Return an array of numbers with this many dimensions. Raises ImportFailed for anything else."""
         name, value = self._found(column)
         return None if value is None else self._array(name, value, dimensions)
 
@@ -99,7 +97,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return per-token numbers; None in the list means not recorded."""
+        """Return per-token numbers. None in the list means not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -110,7 +108,6 @@ class Fields:
         return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
-        """Return token ids [T] int32. Raises ImportFailed if any id is missing or invalid."""
         found = self.values(column)
         if found is None:
             return None
@@ -123,7 +120,6 @@ class Fields:
         return found.values.astype(np.int32)
 
     def flags(self, column: str) -> np.ndarray | None:
-        """Return a mask of 0 and 1 as [T] bool."""
         found = self.values(column)
         if found is None:
             return None
@@ -133,7 +129,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; an array with a single element is accepted."""
+        """Return a number. Arrays with a single element are accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -146,7 +142,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; whole-number floats and digits as text are accepted."""
+        """Return an integer. Whole-number floats and digits as text are accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -160,7 +156,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return all numeric fields that supply no column, by name, except those in `but`."""
+        """Return numeric fields that supply no column, except those in `but`."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {
@@ -170,7 +166,6 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Return text; an integer is converted."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -180,7 +175,6 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Convert a list of numbers to an array, with a [T] bool mask that is False where the list has None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -214,9 +208,9 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Convert a list of int, or of float and int, to an array, faster than NumPy; return None for any other list.
+    """Convert a list to an array faster than NumPy, or return None.
 
-    Of the types found in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
+    For types found in files, struct accepts only int and bool as "q", and int, bool and float as "d".
     """
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
@@ -245,7 +239,6 @@ def _one(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Describe a value briefly for an error message, without nested contents."""
     if isinstance(value, np.ndarray):
         return f"an array {list(value.shape)} of {value.dtype}"
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Describe a framework's dump (files, format), and read its records."""
+"""Describe a framework's dump format, and read its records."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ from .textfiles import opened, read_lines, whole_content
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
     url: str
-    """Path as the user gave it."""
     root: Path
     files: tuple[str, ...]
-    """Paths relative to `root`, in natural order: step_2 before step_10."""
+    """Paths relative to `root`, in natural order (step_2 before step_10)."""
     is_file: bool = False
-    """True if the user gave a single file, which may be a symlink."""
+    """True if the user gave a single file, possibly a symlink."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take a single file. Raises ImportFailed.
-
-        Links that point outside the folder are not followed, and only regular files are opened.
-        """
+        """List a folder's files, or take a single file. Links pointing outside the folder are not followed."""
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
@@ -62,7 +58,7 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for irregular files and links that point outside the folder."""
+        """Return a file's location. Raises ImportFailed for irregular files and links pointing outside the folder."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
@@ -80,7 +76,6 @@ class DumpFolder:
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path of `other` in the same folder as `name`, relative to the root; None if it is missing."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         return found if (self.root / found).is_file() else None
 
@@ -93,7 +88,7 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
-    """Return the size and hash of a file, or of its first `lines` lines or `num_bytes` bytes."""
+    """Return size and hash for a file, or for its first `lines` lines or `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         whole = iter(lambda: file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)), b"")
@@ -105,18 +100,18 @@ def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: all files of one step, or one file with rows from several steps."""
+    """Files that are read together: all files for one step, or one file with rows from several steps."""
 
     files: tuple[str, ...]
     step: int | None = None
-    """Step of all rows; None if each row states its own."""
+    """Step for all rows, or None if each row states its own."""
     waits_for: str | None = None
     """Why the part is incomplete, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """The input of the reader of one part of a dump, and what the reader reports back."""
+    """A reader's input for one part, and what the reader reports back."""
 
     folder: DumpFolder
     part: Part
@@ -124,13 +119,13 @@ class Reading:
     seen: set[str]
     """Fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """For each JSON Lines file: the first line not yet imported, from 1."""
+    """First line not yet imported (from 1), for each JSON Lines file."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """For each JSON Lines file: the last complete line, set by the reader."""
+    """Last complete line, set by the reader for each JSON Lines file."""
     partial: bool = False
     """True to read incomplete files as far as possible."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Size and hash of each file read in full."""
+    """Size and hash for each file read in full."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -149,40 +144,39 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Converts a record (its fields, name and number in the file) to rows: dicts of cells by column."""
+"""Converts a record (fields, name, number in the file) to rows: dicts of cells by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. It needs no functions if the files are JSON Lines with one row per line."""
+    """A framework's dump format. JSON Lines files with one row per line need no functions."""
 
     name: str
     writes: str
     """Option that makes the framework write this format."""
     files: str
-    """File names, as shown in the docs and in messages."""
+    """File names, for docs and messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Candidate fields in the file for each trace column; the first one that exists is read."""
+    """Candidate fields for each trace column. The first existing one is read."""
     alignment: str
-    """How values align with tokens, and which values are placeholders; shown in the docs."""
+    """How values align with tokens, and which values are placeholders. Shown in the docs."""
     pattern: str = ""
-    """Regular expression for the end of each file's path; its group, if any, is the step."""
+    """Regular expression for the end of each file's path. Its group, if any, is the step."""
     keys: frozenset[str] = frozenset()
-    """Keys that the first object in the first file must have. They are needed if other formats use the same file names.
-    """
+    """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """For each pass: why the files may lack its logprobs, and how to get them."""
+    """For each pass, why files may lack its logprobs and how to get them."""
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Detects this format in a folder; None if `pattern` and `keys` suffice."""
+    """Detects this format in a folder. None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Groups a folder's files by step; None if each file is read on its own. Raises ImportFailed."""
+    """Groups a folder's files by step. None if each file is read on its own."""
     rows: RowsOf | None = None
-    """Converts a line to rows; None if each line is one row of plain fields. Raises ImportFailed."""
+    """Converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
+    """Yields a part's rows. None for JSON Lines files."""
 
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
@@ -206,7 +200,6 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return a JSON Lines file's first object; empty if it has none or cannot be read."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -218,9 +211,9 @@ def read_rows(
     records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines, unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:  # fmt: skip
-    """Yield the rows of a part's files, converting each record with `rows_of`.
+    """Yield the rows in a part's files, converting each record with `rows_of`.
 
-    A row without seq_id is named after its file and record number; a row without step gets the part's step.
+    A row without seq_id is named after its file and record number. A row without step gets the part's step.
     """
     budget = reading.budget()
     for name in reading.part.files:

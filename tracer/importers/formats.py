@@ -109,7 +109,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Text is not read: it can be large, and a trace does not store it."""
+    """Text is not read, because it can be large and a trace does not store it."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -157,7 +157,6 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
 
 
 def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
-    """Join the turns into one row's cells; empty if they have no token ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):
@@ -225,7 +224,7 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """Detect a folder's format; None if none matches. Raises ImportFailed if several match."""
+    """Detect a folder's format. Raises ImportFailed if several match."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(

@@ -1,5 +1,3 @@
-"""Import a framework's dump into a new trace, or add its new files to an earlier import."""
-
 from __future__ import annotations
 
 import os
@@ -36,18 +34,16 @@ def import_dump(
 ) -> Imported:
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
-    `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine;
-    docs/reference/import-formats.md lists the files and fields of each. `map` maps field names in the files to columns,
-    for releases that renamed a field; a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample`
-    a share of the sequences, chosen by a hash of their names. Incomplete steps and half-written files are skipped and
-    listed; import again later, or set `partial` to read them as far as they go.
+    `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
+    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
+    files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
+    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed. Import again
+    later, or set `partial` to read them as far as possible.
 
-    `path` is a file or a folder; for the parquet format it may also be a URL that fsspec can open.
+    Nothing in the files is executed: pickles are read as data, and only plain containers are allowed. Memory use is
+    limited to one step or 512 JSON Lines rows.
 
-    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
-    Memory use is limited to one step, or to 512 rows of a JSON Lines file.
-
-    Raises ImportFailed with the file, field and row; the output is then left unchanged.
+    Raises ImportFailed with file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
@@ -108,8 +104,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so that the names of a finished step's sequences can be
-    forgotten."""
+    """Return True if each step is one part and steps increase, so that finished steps' names can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -119,7 +114,6 @@ def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
     before: _Before | None, *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
-    """Record all parts, with the size and hash of their files; return the fields that were read."""
     seen: set[str] = set()
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
@@ -148,7 +142,6 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read earlier imports; None unless the path holds a trace imported from this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -176,7 +169,7 @@ class _Before:
         return cls(os.fspath(output), dict(known), passes)
 
     def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
-        """Return the parts that are not yet in the trace. Raises ImportFailed if an imported file has changed."""
+        """Return the parts not yet in the trace. Raises ImportFailed if an imported file has changed."""
         found = []
         for part in parts:
             known = [name for name in part.files if name in self.sources]
@@ -198,7 +191,6 @@ class _Before:
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """Return True if lines were appended. Raises ImportFailed if earlier content has changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
@@ -213,7 +205,7 @@ class _Before:
 
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
-    """List the files at a path; None if only `import_parquet` can read the path. Raises ImportFailed."""
+    """List the files at a path, or return None if only `import_parquet` can read it."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
@@ -241,7 +233,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
 def _chosen_steps(
     format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
 ) -> frozenset[int] | None:
-    """Return the selected steps, or None for all. JSON Lines files are read through once to find their steps."""
+    """Return the selected steps, or None for all. JSON Lines files are read once to find theirs."""
     if steps == ALL_STEPS:
         return None
     there = {part.step for part in parts if part.step is not None}

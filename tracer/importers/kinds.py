@@ -1,4 +1,4 @@
-"""Kinds of imported columns: which cells are valid, and how they convert to the trace's types."""
+"""Kinds of imported columns: which cells are valid, and how to convert them to the trace's types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """Some values in a column are invalid; the caller finds the row."""
+    """Some values in a column are invalid. The caller finds the row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -32,17 +32,17 @@ class Kind:
     """Converts a plain Arrow array, not all NULL, to `type`. Raises WrongValues or an Arrow error."""
     nullable: bool = True
     element: Kind | None = None
-    """Kind of list elements; None if cells are not lists."""
+    """Kind for list elements, or None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`; an all-NULL array may have any type. Raises WrongValues or an Arrow error."""
+        """Convert an array to `type`. An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array [1]; lists may mix types, unlike in Arrow. Raises one of WRONG."""
+        """Convert one Python value to an array [1]. Lists may mix types, unlike in Arrow."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -70,7 +70,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns whose cells all match `kind`, or are all lists that match `other`."""
+    """Accept columns where all cells match `kind`, or all are lists that match `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -122,7 +122,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert to float32, which frameworks use for these values. Rounding is allowed, overflow is not."""
+    """Convert to float32, as frameworks use for these values. Rounding is allowed, overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -143,8 +143,6 @@ def _convert_flags(array: pa.Array) -> pa.Array:
 
 
 def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Return a kind for integers from `low` to `high`, stored as integers or floats."""
-
     def convert(array: pa.Array) -> pa.Array:
         if not _is_numeric(array.type):
             raise WrongValues
@@ -172,7 +170,7 @@ def _convert_names(array: pa.Array) -> pa.Array:
 
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
-"""Takes True and False as 1 and 0, because a reward is often the result of a check."""
+"""Takes True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")

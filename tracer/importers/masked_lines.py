@@ -1,7 +1,7 @@
 """Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask.
 
-The response begins at the first token in the loss mask. A prime-rl line is a packed row, which may hold several
-sequences. NeMo-RL wraps each value in a list of one element.
+The response begins at the first token in the loss mask. A prime-rl line is a packed row, possibly with several
+sequences. NeMo-RL wraps each value in a one-element list.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """
@@ -61,7 +61,7 @@ def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Split a line into sequences where positions restart at 0; skip those without a token in the loss."""
+    """Split a line into sequences where positions restart at 0. Skip those without a token in the loss."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
@@ -134,7 +134,7 @@ def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Lists in the file are padded on the right, and the token at index 0 has no logprob."""
+    """Lists in the file are right-padded, and the token at index 0 has no logprob."""
     tokens, mask = _tokens(fields)
     length = fields.integer("length")
     length = len(tokens) if length is None else length

@@ -1,9 +1,9 @@
 """Import miles: rollout dumps, and train dumps with one file per rank.
 
 Tensor-parallel ranks repeat the same data, data-parallel ranks hold different samples, and context-parallel ranks hold
-different tokens of the same samples. In the zig-zag layout, rank r of c holds chunks r and 2c-1-r of 2c.
+different tokens from the same samples. In the zig-zag layout, rank r out of c holds chunks r and 2c-1-r out of 2c.
 
-Shapes: T response tokens, S tokens in prompt and response together.
+Shapes: T response tokens, S prompt and response tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Return the two ranges [start, end) of response tokens that a context-parallel rank holds.
+    """Return the two response token ranges [start, end) held by a context-parallel rank.
 
-    `total` counts prompt and response tokens (S), `length` response tokens (T). A chunk has ceil(S / (2 size)) tokens
-    unless `chunk` is given. The logits at position p predict token p + 1.
+    `total` counts prompt and response tokens (S), `length` response tokens (T). The default `chunk` is ceil(S / (2
+    size)). Logits at position p predict token p + 1.
 
     >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
     ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
@@ -78,7 +78,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 class _Sample:
     cells: dict[str, Any]
     total: int
-    """Number of prompt and response tokens."""
+    """Prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
     """Values by column and context-parallel rank. Tensor-parallel ranks all have the same values."""
@@ -118,9 +118,9 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
 def _add_rank(
     reading: Reading, ranked: dict[str, _Sample], record: Mapping[str, Any], where: str, budget: Budget
 ) -> int:
-    """Add one rank's file, a dict of lists with one element per sample; return the number of context-parallel ranks.
+    """Add one rank's file and return the number of context-parallel ranks.
 
-    The file's raw_reward, which covers the whole batch, is skipped.
+    The file's raw_reward is skipped because it covers the whole batch.
     """
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")

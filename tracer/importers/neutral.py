@@ -1,4 +1,4 @@
-"""Import files in the neutral format: Parquet or JSON with one row per sequence and the trace's column names."""
+"""Import the neutral format: Parquet or JSON with one row per sequence and the trace's column names."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ def import_parquet(
 ) -> Imported:
     """Convert Parquet or JSON files with the trace's column names to a trace.
 
-    Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
-    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`,
-    `top2_gap` and all other arguments of Recorder.add_sequences. `advantage` is a number or a list, `rewards` a record
-    of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`),
-    it is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` maps
-    column names in the files to the trace's; a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
-    `sample` a share of the sequences, chosen by a hash of their names.
+    `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
+    sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap` and all
+    other Recorder.add_sequences arguments. `advantage` is a number or a list, `rewards` a record of numbers. Lists are
+    aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
+    maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
+    `sample` selects a share of the sequences by hashing their names.
 
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
     logprobs near 0 for the same tokens (see ZeroLists).
 
-    Raises ImportFailed with the file, column and row. After an error nothing is written to `output`, and with `force`
-    an existing trace is kept.
+    Raises ImportFailed with file, column and row. After an error, nothing is written and an existing trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
@@ -83,7 +82,6 @@ def import_parquet(
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """Return the selected steps, or None for all. Finding them reads every file's step column."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
@@ -127,7 +125,7 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the file's rows; requested columns that the file lacks are left out. Raises ImportFailed."""
+    """Yield the file's rows. Requested columns that the file lacks are left out. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -152,8 +150,7 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List the files at a path, in a folder or matching a pattern; metrics.* files are listed separately. Raises
-        ImportFailed and StorageError."""
+        """List the files at a path, in a folder or matching a pattern. Raises ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
@@ -195,7 +192,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:
-    """Parse strings `theirs=ours` into the `map` of `import_parquet`. Raises ImportFailed.
+    """Parse `theirs=ours` strings into `import_parquet`'s `map`. Raises ImportFailed.
 
     >>> parse_map(["completion_ids=response_ids"])
     {'completion_ids': 'response_ids'}
@@ -224,7 +221,6 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Map the file's columns to the trace's. Raises ImportFailed if two get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

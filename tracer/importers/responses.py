@@ -17,7 +17,7 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step for responses that have none, because they were not sampled in training."""
+"""For responses without a step, because they were not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
@@ -34,7 +34,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield numbered objects of a JSON Lines file, or of a .json file with one object or an array."""
+    """Yield numbered objects from JSON Lines, or from a .json file with one object or an array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):
@@ -50,7 +50,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Split a saved object into response and request; without a saved request, the object itself serves as one."""
+    """Split a saved object into response and request. Without a saved request, the object itself serves as one."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -62,9 +62,9 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format of a server's responses. A response of this format is recognised by its key `key`.
+    """Return a server's response format, recognised by the response's key `key`.
 
-    `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
+    `rows_of` returns one response's rows. `rollout` is the note for responses without logprobs.
     """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
@@ -91,7 +91,7 @@ def response_format(
 
 
 _SAMPLED = f"rollout/sampling{LOGPROBS}"
-"""Column for logprobs under the sampling distribution, after temperature and truncation."""
+"""Logprobs under the sampling distribution, after temperature and truncation."""
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -186,7 +186,6 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return a choice's tokens and logprobs, from a completion or a chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]

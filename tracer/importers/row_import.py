@@ -35,7 +35,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns, recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
+"""Other score columns, recorded with the `train` pass or, if missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -53,25 +53,25 @@ class Imported:
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Number of response tokens."""
+    """Response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Number of logprobs above 0, which are invalid but kept unchanged."""
+    """Logprobs above 0, which are invalid but kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Number of files read in this import; 0 for the parquet format."""
+    """Files read in this import, or 0 for the parquet format."""
     num_known_files: int = 0
-    """Number of files already in the trace from earlier imports."""
+    """Files already imported earlier."""
     held_back: tuple[str, ...] = ()
-    """Incomplete parts of the dump, left for a later import; one sentence each."""
+    """Incomplete parts left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
-    """Passes without logprobs in the files; one sentence each."""
+    """Passes without logprobs in the files, one sentence each."""
 
 
 class RowImport:
-    """An import in progress: records rows as they are read; `result` is complete once the import is closed."""
+    """An import in progress. `result` is complete once the import is closed."""
 
     def __init__(self, folder: Path, source: str, path: str, selection: Selection, *, ordered: bool):
         """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
@@ -96,7 +96,6 @@ class RowImport:
 
     @contextmanager
     def recording(self) -> Iterator[RowImport]:
-        """Finish and close the import at the end of the block. Raises ImportFailed for rows that cannot be recorded."""
         try:
             try:
                 yield self
@@ -115,12 +114,11 @@ class RowImport:
             raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Declare a pass and its contract, whose `logprobs_note` says why the pass has no logprobs."""
+        """Declare a pass and its contract. `logprobs_note` says why the pass has no logprobs."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes. Raises
-        ImportFailed."""
+        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
@@ -199,7 +197,6 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """Return a pass's logprobs, with -9999 and masked 0.0 marked as not recorded."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -210,7 +207,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores; zeros become NULL if the verdict is HOLES, and wait for `_settle` if it is OPEN."""
+        """Record a pass's scores. HOLES turns zeros into NULL, and OPEN defers them to `_settle`."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -246,7 +243,7 @@ def open_import(
     output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:  # fmt: skip
-    """Open a RowImport for a new or a growing trace; a failed import leaves no files behind. Raises ImportFailed."""
+    """Open a RowImport for a new or a growing trace. A failed import leaves no files behind."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)

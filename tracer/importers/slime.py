@@ -1,6 +1,6 @@
 """Import slime: rollout dumps (miles dumps the same samples), joined with train dumps (format version 2).
 
-Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
+Shapes: T response tokens, S prompt and response tokens, L layers with a router.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entrop
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Group each rollout file with its train files; skip evaluation files."""
+    """Group each rollout file with its train files. Evaluation files are skipped."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -65,16 +65,15 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return rollout files and train files, each with its rollout number."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles", judging by the first readable file; None if neither wrote it.
+    """Return "slime" or "miles" based on the first readable file, or None if neither wrote it.
 
-    miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`; slime does neither.
+    miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`. slime does neither.
     """
     for names in reversed(dump_files(folder)):
         for name in names:
@@ -90,7 +89,7 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Split a sample's tokens into prompt and response, which is the last `response_length` tokens."""
+    """Split a sample's tokens into prompt and response (the last `response_length` tokens)."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
@@ -100,7 +99,7 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return a sample's cells, except its per-token values (see `values_of`)."""
+    """Return a sample's cells, except per-token values (see `values_of`)."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -119,14 +118,14 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return per-token values by column. An advantage that applies to the whole sample is left out."""
+    """Return per-token values by column, leaving out advantages that apply to the whole sample."""
     one = isinstance(fields.get("advantage"), (int, float))
     given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots]. The file has none for the last token, which had no forward pass."""
+    """Return router choices [S, L, slots]. The last token had no forward pass and is missing in the file."""
     found = fields.array("experts", 3)
     if found is None:
         return None
@@ -139,7 +138,6 @@ def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
 
 
 def _version(fields: Fields) -> int | None:
-    """Return the newest weight version that sampled tokens; None unless versions are numbers."""
     found = fields.get("policy_version")
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
@@ -184,14 +182,13 @@ def named_fields(
 
 
 class StepSamples:
-    """The samples of one step, merged by name from rollout files and train files."""
+    """One step's samples, merged by name from rollout and train files."""
 
     def __init__(self, step: int):
         self.step = step
         self.cells: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add one file's cells to a sample, without overwriting any."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
@@ -241,7 +238,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump's samples; `rollout_position` is a sample's index in the rollout dump and in `raw_reward`."""
+    """Add a train dump's samples. `rollout_position` indexes the rollout dump and `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"

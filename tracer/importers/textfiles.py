@@ -1,4 +1,4 @@
-"""Read a dump's files with bounded memory: whole, by line, or as rows of JSON Lines or a JSON array."""
+"""Read a dump's files with bounded memory: whole, by line, or as rows from JSON Lines or a JSON array."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Longest accepted line, in bytes; enough for a sequence of one million tokens."""
+"""In bytes. Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
-"""Approximate upper limit on the memory that parsed JSON takes, as a multiple of the size of its text."""
+"""Approximate upper limit on parsed JSON's memory use, as a multiple of the text size."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -28,8 +28,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the available
-    memory."""
+    """Return a file's content. Raises ImportFailed if `times` its size exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
@@ -41,7 +40,6 @@ def whole_content(path: Path, times: int = 2) -> bytes:
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
-    """Yield non-blank lines with their numbers, from 1. Raises ImportFailed for a line longer than MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -59,8 +57,7 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield a file's objects as rows; requested columns that the file lacks are left out. Raises ImportFailed with the
-    line."""
+    """Yield a file's objects as rows. Requested columns that the file lacks are left out. Raises ImportFailed."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)
@@ -124,7 +121,6 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
 
 
 def _first_character(file: Any) -> bytes:
-    """Skip whitespace and a byte-order mark; empty if the file has nothing else."""
     while block := file.read(4096):
         text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text:

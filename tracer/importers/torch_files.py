@@ -18,13 +18,13 @@ from .pickles import BYTES, Budget, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""First value in a legacy torch.save file; newer releases write zip files."""
+"""First value in a legacy torch.save file. Newer releases write zip files."""
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
 _MAX_INSIDE = 4
-"""Maximum nesting depth of files: a pickle may contain another torch.save file as bytes."""
+"""Maximum nesting depth. A pickle may contain another torch.save file as bytes."""
 
 
 def read_pickled(path: Path) -> Any:
@@ -32,7 +32,7 @@ def read_pickled(path: Path) -> Any:
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read the content of a torch.save or pickle.dump file; `shells` are the framework's allowed classes."""
+    """Read a torch.save or pickle.dump file's content. `shells` are the framework's allowed classes."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
@@ -51,7 +51,6 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a file's bytes within a budget; `depth` counts the files that it is nested in."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
     if content[:4] == b"PK\x03\x04":
@@ -113,7 +112,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """View an uncompressed entry's bytes without copying; ZipFile.read is slow for thousands of entries."""
+    """View an uncompressed entry's bytes without copying. ZipFile.read is slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -125,11 +124,11 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Size of a zip entry's local header; offset and format of the lengths of the file name and extra field in it."""
+"""Size of a zip entry's local header, and where it stores the file name's and extra field's lengths."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
-    """Read torch.save's legacy format: consecutive pickles, followed by the bytes of the storages."""
+    """Legacy torch.save files hold consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
     def storage(identity: Any) -> Storage:
@@ -166,8 +165,6 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
 
 
 class _StorageKind(Known):
-    """A storage class, which files reference but never call."""
-
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None):
@@ -206,7 +203,7 @@ def _tensors_of(state: Any) -> dict[str, Any]:
 
 
 class _TensorDict:
-    """Stand-in for a TensorDict saved by an older release, created empty and filled by `give_state`."""
+    """Stand-in for a TensorDict saved by an older release."""
 
     __slots__ = ("tensors",)
 
@@ -218,7 +215,7 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return a saved TensorDict's tensors by name, whatever form it was saved in. Raises NotPlain."""
+    """Return a saved TensorDict's tensors by name. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")

@@ -131,7 +131,7 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Prompts [B, P] are padded on the left, responses and their values [B, T] on the right."""
+    """Prompts [B, P] are left-padded, responses and their values [B, T] right-padded."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
@@ -164,12 +164,11 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
-    """Return None if the column is missing or has a different number of dimensions."""
     return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """Sum each row's token rewards to [B] float64; None if rewards are not per token."""
+    """Sum each row's token rewards to [B] float64. None if rewards are not per token."""
     if (rewards := _array(fields, "reward", 2)) is None:
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
@@ -181,8 +180,8 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S]; None if they are missing, or if the trainer's choices
-    replaced them (verl's router replay mode R2)."""
+    """Return the engine's router choices [B, P + T, L, S], or None if they are missing or replaced by the trainer's
+    (verl's router replay mode R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
