@@ -34,11 +34,6 @@ class Capture:
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
-        """Parse `logprobs`, `topk:K` or `logits`.
-
-        >>> Capture.parse("topk:20", 0.1)
-        Capture(level='topk', k=20, fraction=0.1)
-        """
         level, _, k = text.partition(":")
         if k and not k.isdecimal():
             raise InvalidOption(f"got {text!r}, expected topk:K with an integer, e.g. topk:20", option="capture")

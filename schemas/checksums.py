@@ -1,7 +1,4 @@
-"""XXH3 checksums (https://xxhash.com) for trace files: 64 bits per block, 128 bits per file.
-
-They detect corruption, not tampering.
-"""
+"""XXH3 checksums (https://xxhash.com), 64 bits per block and 128 per file. They detect corruption, not tampering."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import xxhash
 BLOCK_BYTES = 256 << 10
 """Reads are extended to whole blocks so that they can be verified."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Block size for files that are read in small pieces from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
 
@@ -27,7 +23,6 @@ class SealedFile:
     hash: str
     """XXH3-128 (32 hex digits), as printed by `xxhsum -H2`."""
     num_rows: int | None = None
-    """Only for table files."""
     steps: tuple[int, int] | None = None
     """First and last step. Only for non-empty table files."""
     footer: str | None = None
@@ -39,17 +34,15 @@ def sealed(content: Bytes) -> SealedFile:
 
 
 def whole_hash(content: Bytes) -> str:
-    """Return the XXH3-128 as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def short_hash(content: Bytes) -> str:
-    """Return the XXH3-64 as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:
-    """Incremental checksums for a growing stream: one per block plus one for the whole stream."""
+    """One checksum per block plus one for the whole stream, updated as it grows."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -82,7 +75,6 @@ class BlockDigests:
 
 
 def block_digest(*parts: Bytes) -> bytes:
-    """Return the big-endian XXH3-64 for a block given in one or more pieces."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

@@ -82,7 +82,6 @@ def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """Same as `canonical_json`, but faster for finite numbers."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -114,14 +113,11 @@ class Manifest:
 
     run_id: str
     created_at: str
-    """When recording started (ISO 8601, UTC)."""
     created_by: str
-    """tim-trace version."""
     source: str
     """`record`, `recorder` (the Python API) or `import <format>`."""
     command: tuple[str, ...] = ()
     capture: str = "logprobs"
-    """See `Capture`."""
     capture_fraction: float = 1.0
     weights_from: str | None = None
     """Hugging Face checkpoint folder to read weights from, if any."""
@@ -165,7 +161,6 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Also the prefix for its file names."""
     run_id: str = ""
     state: str = OPEN
     """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
@@ -177,21 +172,17 @@ class WriterState:
     process_start: int | None = None
     """Process start time in clock ticks since boot. Together with `pid`, it identifies the process."""
     rank: int | None = None
-    """Rank in the process group, if there is one."""
     opened_at: str = ""
-    """ISO 8601, UTC."""
     closed_at: str | None = None
-    """ISO 8601, UTC. None if the writer is open or was killed."""
+    """None if the writer is open or was killed."""
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
     """Shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
-    """Sealed files, keyed by path in the trace."""
     replaced: tuple[str, ...] = ()
     """Other writers' files that were merged into this writer's and not removed yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
-    """Journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
     """Bytes in the incomplete record at the end of a journal that was sealed after its process died."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
@@ -199,33 +190,25 @@ class WriterState:
     import_options: dict[str, str] = field(default_factory=dict)
     """Options that later imports into the same trace must repeat."""
     attached_from: str | None = None
-    """Folder that this writer attached weights from, if any."""
     is_removed: bool = False
     """True while this writer's files are being deleted. Readers ignore them."""
     program: tuple[str, ...] = ()
     exit_code: int | None = None
     """The recorded command's exit code. Only for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Versions of the hooked libraries."""
     not_recorded: tuple[str, ...] = ()
     """What could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens in these sequences."""
     num_eval_sequences: int = 0
-    """Not included in num_sequences and num_tokens."""
     spent_s: float = 0.0
     """Seconds that hooks added to the recorded program's thread, including time spent waiting."""
     cpu_s: float | None = None
     """CPU seconds used by hooks and writer threads. None until the process ends."""
     waited_s: float = 0.0
-    """Seconds that the recorded program waited for the disk."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Name, class, config, parameter count and dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """Name, class, vocabulary size and hash."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of all installed libraries."""
 
     @property
     def is_launcher(self) -> bool:
@@ -239,10 +222,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the first non-zero exit code across the newest recording's nodes.
-
-    Return None if there is none and a node is still running, else 0.
-    """
+    """Return the newest recording's first non-zero exit code, None if a node is still running, else 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code
@@ -268,16 +248,10 @@ PACKED_ROWS = "rows"
 
 
 def canonical_json(value: Any) -> str:
-    """Return `value` as JSON with sorted keys and no spaces."""
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def contract_hash(contract: Contract) -> str:
-    """Return the SHA-256 of a contract's canonical JSON (64 hex digits).
-
-    >>> contract_hash({"dtype": "float32", "engine": "trl"}) == contract_hash({"engine": "trl", "dtype": "float32"})
-    True
-    """
     return sha256(canonical_json(contract).encode()).hexdigest()
 
 
@@ -309,7 +283,6 @@ _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sampl
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield `field: recorded X, now Y` for each field that differs."""
     for name in sorted({*recorded, *now} - _NOT_NUMERIC):
         before, after = recorded.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

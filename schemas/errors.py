@@ -64,7 +64,6 @@ class TimTraceError(Exception):
 
     @property
     def message(self) -> str:
-        """The message without the option's name."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -189,7 +188,6 @@ def tell_damage(sentences: Iterable[str]) -> None:
 
 
 def _depth() -> int:
-    """Return the stacklevel for the first frame outside this package, counted from the caller."""
     package, depth = __name__.partition(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -17,13 +17,10 @@ TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
 
 HYPERPARAMETER = "hyperparameter/"
-"""Prefix for metrics that hold the run's settings."""
 ROUTING = "_routing"
 """Prefix for Zarr groups with router choices. Pass names never start with an underscore, so the two cannot clash."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Prefix for unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
-"""Prefix for files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 """Prefix for folders holding a complete trace that has been replaced."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"

@@ -18,11 +18,8 @@ from .errors import WrongType
 
 
 class LazyPackage(ModuleType):
-    """A package that imports its public functions and classes on first use.
-
-    A submodule with the same name does not shadow a public name: `analysis.check` is always the function. Import from
-    the submodule (`from tim_trace.analysis.check import thresholds`) to use it.
-    """
+    """A package that imports its public names on first use. A submodule with the same name does not shadow one:
+    `analysis.check` is always the function."""
 
     _sources: Mapping[str, str]
 
@@ -69,7 +66,7 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes are returned unchanged."""
+    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes stay unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
     from inspect import signature as signature_of  # importing it at the top would cost every process milliseconds
@@ -89,7 +86,6 @@ def checked(public: _Public) -> _Public:
 
 
 def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
-    """Raise WrongType if a value does not match the annotation for its name."""
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):

@@ -122,10 +122,7 @@ class Loss:
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
-    """Return the loss described by a run's hyperparameters (names without `hyperparameter/`), or None.
-
-    Supports Recorder.add_loss and TRL's GRPO and RLOO trainers.
-    """
+    """Read the loss from hyperparameters recorded by Recorder.add_loss or by TRL's GRPO and RLOO trainers."""
     own = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
     if own:
         return _own(own)

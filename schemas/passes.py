@@ -15,7 +15,6 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNOR
 
 
 def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
-    """Return `name` if it is a standard pass, a replay or a declared pass. Raises InvalidRecord."""
     if not isinstance(name, str):
         raise InvalidRecord(f"pass {name!r}: not a string, use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
@@ -27,17 +26,13 @@ def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
 
 
 def check_pass_name(name: str) -> str:
-    """Return `name` if it is valid. Raises InvalidRecord."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, e.g. replay/fp16")
     return name
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the default pair to compare: train:rollout, else another pass and rollout, else the first two passes.
-
-    Return None if there are fewer than two passes.
-    """
+    """Return train:rollout if both exist, else another pass and rollout, else the first two passes, or None."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

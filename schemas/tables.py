@@ -52,7 +52,6 @@ class Table:
     columns: tuple[Column, ...]
     schema: pa.Schema = field(init=False, repr=False, compare=False)
     optional: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Columns that a file may lack."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", pa.schema([column.field for column in self.columns]))
@@ -344,7 +343,5 @@ TABLES = {
 }
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
-"""Sequence columns accepted by Recorder.add_sequences and imports."""
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
 TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)
-"""Score columns accepted by Recorder.add_scores, with one value per response token."""

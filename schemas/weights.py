@@ -24,12 +24,8 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is stored in a segment."""
-
     name: str
-    """Key in the model's state_dict."""
     dtype: str
-    """Named as in torch, such as `bfloat16`."""
     shape: tuple[int, ...]
     """Shape of the tensor or this writer's shard."""
     start: int
@@ -53,7 +49,6 @@ class WeightLayout:
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Elements per row in each dtype's array."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -61,7 +56,6 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Uncompressed size per version."""
         return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,9 +71,7 @@ class WeightVersion:
     """One version of one writer's weights. Written after all its chunks."""
 
     version: int
-    """Policy version, i.e. the number of optimizer updates so far."""
     segment: str
-    """Folder relative to weights/."""
     row: int
     """Row in the segment's arrays. Row 0 is the keyframe."""
     previous: int | None
@@ -93,13 +85,10 @@ class WeightVersion:
     chain: str
     """SHA-256 over the previous version's chain and this version's hashes, identifying the whole history."""
     num_bytes: int
-    """Size on disk."""
     stored_at: str
-    """ISO 8601, UTC."""
     base_row: int | None = None
     """Row that an element delta refers to (a power of 4 rows earlier). None for a keyframe or an XOR."""
     layout_hash: str
-    """XXH3-128 for the segment's zarr.json, which locates the tensors."""
 
     @property
     def is_keyframe(self) -> bool:
@@ -107,7 +96,6 @@ class WeightVersion:
 
     @property
     def parent_row(self) -> int | None:
-        """Row that this version is reconstructed from, or None for a keyframe."""
         if self.is_keyframe:
             return None
         return self.row - 1 if self.base_row is None else self.base_row

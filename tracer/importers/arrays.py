@@ -34,12 +34,11 @@ class NumpyDtype:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("unexpected state of a NumPy dtype")
+            raise NotPlain("unexpected NumPy dtype state")
         self.order = state[1]
 
     @property
     def dtype(self) -> np.dtype:
-        """Raises NotPlain unless elements are numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
@@ -65,10 +64,9 @@ class NumpyArray:
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise NotPlain("a NumPy array whose number of objects does not match its shape")
+                raise NotPlain("a NumPy array with too many or too few objects for its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -96,7 +94,7 @@ class Tensor:
         self._dtype = dtype
         self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
-            raise NotPlain("a tensor whose strides and shape differ in length")
+            raise NotPlain("a tensor with strides and shape of different lengths")
 
     def array(self) -> np.ndarray:
         if self._array is None:
@@ -111,7 +109,7 @@ class Tensor:
         count = math.prod(self._shape)
         last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
-            raise NotPlain("a tensor that extends past the end of its data")
+            raise NotPlain("a tensor that extends past its data")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -149,9 +147,8 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """View bytes as an array. Raises NotPlain if their number does not match the shape."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
-        raise NotPlain(f"an array of shape {shape} with {len(content)} bytes")
+        raise NotPlain(f"an array with shape {shape} but {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -167,7 +164,7 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
 
 def bytes_of(array: np.ndarray) -> Bytes:
     if array.dtype.hasobject:
-        raise NotPlain("an array of objects where bytes are expected")
+        raise NotPlain("an object array where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -214,7 +211,6 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    """Stands in for names that files reference but never call."""
     raise NotPlain("it calls a name that may only be referenced")
 
 

@@ -1,8 +1,3 @@
-"""Select imported rows and convert their columns to the trace's types.
-
-Shapes: B rows per batch.
-"""
-
 from __future__ import annotations
 
 import re
@@ -30,7 +25,6 @@ class Columns:
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B], in the same format as RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
@@ -52,7 +46,6 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return a [B] bool mask for non-NULL cells. All False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
@@ -116,7 +109,7 @@ def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: K
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
-    return ImportFailed(f"{rows.file}: column {name} contains {type}; each row needs {kind.wants}{found}")
+    return ImportFailed(f"{rows.file}: column {name} contains {type}, but each row needs {kind.wants}{found}")
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
@@ -148,11 +141,10 @@ METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return (step, name, value) for each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
-            f"{rows.file}: missing columns: {', '.join(lacking)}; a metrics file needs the columns step, name and value"
+            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs step, name and value"
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
@@ -181,9 +173,8 @@ ROWS_AT_ONCE = 512
 class RowBatch:
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """[B] values, keyed by column name in the file."""
+    """Column values by name in the file, one per row."""
     numbers: Sequence[int]
-    """Row numbers in the file, from 1."""
     unit: str = "row"
     """What `numbers` counts, for messages: row, line, sample, ..."""
     routing: Sequence[np.ndarray | None] = ()
@@ -232,7 +223,7 @@ class Selection:
 def check_sample(share: float) -> float:
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}; give the share of sequences to import, above 0 and at most 1, for example 0.1",
+            f"got {share}, expected a share of sequences above 0 and at most 1, e.g. 0.1",
             option="sample",
         )
     return share

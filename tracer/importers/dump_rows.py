@@ -1,7 +1,4 @@
-"""Collect a dump's rows in a RowBatch with the trace's column names.
-
-Shapes: B rows, N tokens across all rows, T padded row width, L layers with a router, S experts selected per token.
-"""
+"""Shapes: B rows, N tokens across all rows, T padded row width, L layers with a router, S experts selected per token."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row. None in a cell means not recorded. A row without `response_ids` has no tokens.
-
-        `routing` goes to RowBatch.routing, not to a column.
-        """
+        """None in a cell means not recorded. `routing` goes to RowBatch.routing, not to a column."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -43,7 +37,6 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as columns. Advantages become one number per row if constant within every row."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -137,17 +130,11 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
-    """Pad router choices [N, L, S] for a sequence's first N tokens to [num_tokens, L, S] int16, with -1 for later
-    tokens.
-
-    A router never picks an expert twice, so a token with the same expert in all slots is padding. Raises ImportFailed.
-    """
+    """Pad router choices [N, L, S] to [num_tokens, L, S] int16, with -1 for tokens that were not routed."""
     if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
-        raise ImportFailed(
-            f"{where}: router choices are {found.dtype}; they must be integers from -1 to {_MOST_EXPERTS}"
-        )
+        raise ImportFailed(f"{where}: router choices must be integers from -1 to {_MOST_EXPERTS}, got {found.dtype}")
     ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
     ids[: len(found)] = found
-    if found.shape[2] > 1:
+    if found.shape[2] > 1:  # a router never picks an expert twice, so equal choices are padding
         ids[(ids == ids[:, :, :1]).all(axis=(1, 2))] = NOT_ROUTED
     return ids

@@ -1,8 +1,3 @@
-"""Read and check the fields in an imported record.
-
-Shapes: T tokens per sequence.
-"""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +17,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and a [T] bool mask that is True where a number was recorded."""
+    """Per-token numbers, and a bool mask that is True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -42,18 +37,15 @@ class Fields:
         budget: Budget,
     ):  # fmt: skip
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
+            raise ImportFailed(f"{where}: is not a record with named fields. Check that the file has this format")
         self.record = record
-        """The record, with the file's own field names."""
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return another record's fields in this file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
-        """Return the column's first candidate field that is not None."""
         return self._found(column)[1]
 
     def _found(self, column: str) -> tuple[str, Any]:
@@ -68,16 +60,15 @@ class Fields:
         return (names[0] if names else column), None
 
     def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
-        return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}; it must be {wants}")
+        return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}, expected {wants}")
 
     def required(self, column: str) -> Any:
         name, value = self._found(column)
         if value is None:
-            raise ImportFailed(f"{self.where}: field {name!r} is missing; it supplies {column}")
+            raise ImportFailed(f"{self.where}: field {name!r} is missing, needed for {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Read and check cells for these columns, or for all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
@@ -92,7 +83,7 @@ class Fields:
         if isinstance(found, (list, tuple)) and dimensions == 1:
             found = self._flat(name, found)[0]
         if not isinstance(found, np.ndarray) or found.ndim != dimensions or found.dtype.kind not in "biuf":
-            wants = f"an array of numbers with {dimensions} dimension{'s' * (dimensions > 1)}"
+            wants = f"a numeric array with {dimensions} dimension{'s' * (dimensions > 1)}"
             raise self._refuse(name, found, wants)
         return found
 
@@ -125,7 +116,7 @@ class Fields:
             return None
         values = found.values
         if not found.known.all() or (values.dtype != bool and not ((values == 0) | (values == 1)).all()):
-            raise self._refuse(self._found(column)[0], self.get(column), "a list of 0 and 1")
+            raise self._refuse(self._found(column)[0], self.get(column), "a list with only 0 and 1")
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
@@ -156,7 +147,6 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return numeric fields that supply no column, except those in `but`."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {
@@ -208,10 +198,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Convert a list to an array faster than NumPy, or return None.
-
-    For types found in files, struct accepts only int and bool as "q", and int, bool and float as "d".
-    """
+    """Faster than NumPy. struct accepts only int and bool as "q", and only int, bool and float as "d"."""
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
         return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)

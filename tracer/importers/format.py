@@ -1,5 +1,3 @@
-"""Describe a framework's dump format, and read its records."""
-
 from __future__ import annotations
 
 import os
@@ -29,7 +27,6 @@ class DumpFolder:
     files: tuple[str, ...]
     """Paths relative to `root`, in natural order (step_2 before step_10)."""
     is_file: bool = False
-    """True if the user gave a single file, possibly a symlink."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
@@ -37,13 +34,13 @@ class DumpFolder:
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
-                f"{url}: only the parquet format can be read from a URL; copy the folder to this machine first"
+                f"{url}: only the parquet format can be read from a URL. Copy the folder to this machine first"
             )
         given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
-            raise ImportFailed(f"{url}: not found; give the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found. Give the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
         for base, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -51,25 +48,23 @@ class DumpFolder:
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """Yield each file whose path ends in a match for `pattern`, with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for irregular files and links pointing outside the folder."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path}: is a link that points outside the folder, and such links are not followed; import its target"
+                f"{path}: is a link pointing outside the folder, which is not followed. Import its target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ImportFailed(f"{path}: is not a regular file; remove it")
+                raise ImportFailed(f"{path}: is not a regular file. Remove it")
         except OSError as error:
-            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
+            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
@@ -88,7 +83,6 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
-    """Return size and hash for a file, or for its first `lines` lines or `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         whole = iter(lambda: file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)), b"")
@@ -106,26 +100,20 @@ class Part:
     step: int | None = None
     """Step for all rows, or None if each row states its own."""
     waits_for: str | None = None
-    """Why the part is incomplete, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """A reader's input for one part, and what the reader reports back."""
-
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
-    """Fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
     """First line not yet imported (from 1), for each JSON Lines file."""
     last_line: dict[str, int] = field(default_factory=dict)
     """Last complete line, set by the reader for each JSON Lines file."""
     partial: bool = False
-    """True to read incomplete files as far as possible."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Size and hash for each file read in full."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -155,7 +143,6 @@ class Format:
     writes: str
     """Option that makes the framework write this format."""
     files: str
-    """File names, for docs and messages."""
     columns: Mapping[str, tuple[str, ...]]
     """Candidate fields for each trace column. The first existing one is read."""
     alignment: str
@@ -211,10 +198,7 @@ def read_rows(
     records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines, unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:  # fmt: skip
-    """Yield the rows in a part's files, converting each record with `rows_of`.
-
-    A row without seq_id is named after its file and record number. A row without step gets the part's step.
-    """
+    """Yield rows from a part's files. Rows without seq_id are named after their file and record number."""
     budget = reading.budget()
     for name in reading.part.files:
         path = reading.folder.path(name)

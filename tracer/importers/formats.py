@@ -1,5 +1,3 @@
-"""The simplest formats, a table of all formats, and detection for `auto`."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ OPEN_INSTRUCT = Format(
     needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines have no logprobs",
-        "train": "open-instruct writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
+        "train": "open-instruct writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -51,13 +49,13 @@ AREAL = Format(
     writes="the workflow's dump_dir",
     files="rollout/<version>/<task>.jsonl",
     columns={"group_id": ("task_id",), "policy_version": ("tail_version", "head_version"), "reward": ("reward",)},
-    alignment="text only, no token ids or logprobs; the version in the folder name is the step",
+    alignment="text only, no token ids or logprobs. The version in the folder name is the step",
     pattern=r"(\d+)/[^/]+\.jsonl",
     keys=frozenset({"head_version", "tail_version"}),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "AReaL dumps only text; record the input_ids, logprobs and prox_logp of each batch with tim_trace.Recorder, or "
-        "write them to Parquet",
+        "AReaL dumps only text. Record each batch's input_ids, logprobs and prox_logp with tim_trace.Recorder, or write "
+        "them to Parquet",
     ),
     lines=True,
 )
@@ -79,7 +77,7 @@ def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]
     lengths = {len(value) for value in lists.values()}
     if len(lengths) != 1:
         raise ImportFailed(
-            f"{where}: its columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
+            f"{where}: its columns are lists with different lengths: {', '.join(map(str, sorted(lengths)))}"
         )
     return [
         {name: value[place] if name in lists else value for name, value in record.items()}
@@ -98,7 +96,7 @@ MS_SWIFT = Format(
     rows=_swift_rows,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs; record its batches with "
+        "log_completions writes text and rewards but no token ids or logprobs. Record its batches with "
         "tim_trace.Recorder, or write them to Parquet",
     ),
     lines=True,
@@ -133,7 +131,7 @@ TRL = Format(
     read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs; record the run: tim-trace record -o "
+        "log_completions writes text and rewards but no token ids or logprobs. Record the run: tim-trace record -o "
         "RUN -- python train.py",
     ),
 )
@@ -145,7 +143,7 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
     if fields.record.get("is_validation") is True:
         return
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
-        raise ImportFailed(f"{fields.where}: has no list of turns")
+        raise ImportFailed(f"{fields.where}: has no list named turns")
     each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
     version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
     cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
@@ -167,12 +165,12 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not continue the tokens of the previous turns; turn {place} was "
+                f"{turn.where}: its prompt does not continue the previous turns' tokens, so turn {place} was "
                 "re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):
             raise ImportFailed(
-                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; there must be one per token"
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens, expected one per token"
             )
         between = len(before) - len(whole)
         whole = np.concatenate([before, sampled])
@@ -203,13 +201,13 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="the completion_logprobs are aligned with a turn's completion_token_ids; tokens between turns are masked "
-    "and have no logprobs; the newest policy version is used as the step; validation rollouts are skipped",
+    alignment="completion_logprobs are aligned with a turn's completion_token_ids. Tokens between turns are masked "
+    "and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={
-        "rollout": "the turns lack token ids or completion_logprobs; turn on their recording in RolloutSampleRecorder",
-        "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
+        "rollout": "the turns lack token ids or completion_logprobs. Enable them in RolloutSampleRecorder",
+        "train": "RolloutSampleRecorder writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -224,11 +222,10 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """Detect a folder's format. Raises ImportFailed if several match."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
-            f"{folder.url}: contains files of {' and of '.join(found)}; name the format, for example: tim-trace "
+            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, for example: tim-trace "
             f"import {found[0]} PATH"
         )
     return found[0] if found else None

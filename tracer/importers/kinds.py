@@ -1,5 +1,3 @@
-"""Kinds of imported columns: which cells are valid, and how to convert them to the trace's types."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -32,10 +30,9 @@ class Kind:
     """Converts a plain Arrow array, not all NULL, to `type`. Raises WrongValues or an Arrow error."""
     nullable: bool = True
     element: Kind | None = None
-    """Kind for list elements, or None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`. An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
+        """An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
@@ -70,8 +67,6 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Accept columns where all cells match `kind`, or all are lists that match `other`."""
-
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
 
@@ -175,15 +170,15 @@ TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
 FLAGS = list_of(
-    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or of false and true"
+    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or false and true"
 )
 TOKENS = list_of(
     required(integer("a token id", pa.int32(), 0, INT32_MAX)),
-    f"a list of token ids, whole numbers from 0 to {INT32_MAX}",
+    f"a list of token ids (0 to {INT32_MAX})",
 )
 STEP = required(integer("a non-negative integer", pa.int64(), 0, INT64_MAX))
 VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
-COUNT = integer(f"a whole number of at most {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
+COUNT = integer(f"a whole number up to {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
 
 
 def _convert_rewards(array: pa.Array) -> pa.Array:
@@ -198,7 +193,7 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
     return pa.array(filled, tables.REWARDS)
 
 
-REWARDS = Kind(wants="a record of numbers, one per reward function", type=tables.REWARDS, convert=_convert_rewards)
+REWARDS = Kind(wants="a record with one number per reward function", type=tables.REWARDS, convert=_convert_rewards)
 
 _OF_TYPE = {
     pa.float64(): NUMBER,

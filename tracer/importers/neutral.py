@@ -1,5 +1,3 @@
-"""Import the neutral format: Parquet or JSON with one row per sequence and the trace's column names."""
-
 from __future__ import annotations
 
 import os
@@ -100,14 +98,14 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
             raise ImportFailed(
-                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}); map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
+                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where}: has no logprobs (found: {listed_names(list(found))}); map your column to "
-            f"{' or '.join(PASSES)}, for example theirs={next(iter(PASSES))}"
+            f"{where}: has no logprobs (found: {listed_names(list(found))}). Map your column to "
+            f"{' or '.join(PASSES)}, e.g. theirs={next(iter(PASSES))}"
         )
 
 
@@ -125,7 +123,6 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the file's rows. Requested columns that the file lacks are left out. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -150,19 +147,16 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List the files at a path, in a folder or matching a pattern. Raises ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
         metrics = [name for name in found if posixpath.basename(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(
-                f"{url}: contains no {_READ} file; give a folder of such files, a single file, or a pattern with *"
-            )
+            raise ImportFailed(f"{url}: contains no {_READ} file. Give a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if its content has one of these formats")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content has one of these formats")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -188,23 +182,18 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
     if filesystem.exists(path):
         beside = posixpath.join(posixpath.dirname(path), f"{METRICS}.parquet")
         return [path, beside] if beside != path and filesystem.exists(beside) else [path]
-    raise ImportFailed(f"{url}: not found; give a {_READ} file, or a folder of such files")
+    raise ImportFailed(f"{url}: not found. Give a {_READ} file, or a folder with such files")
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:
-    """Parse `theirs=ours` strings into `import_parquet`'s `map`. Raises ImportFailed.
-
-    >>> parse_map(["completion_ids=response_ids"])
-    {'completion_ids': 'response_ids'}
-    """
     found: dict[str, str] = {}
     for text in texts:
         theirs, equals, ours = text.rpartition("=")
         if not equals or not theirs:
-            raise ImportFailed(f"got {text!r}; give theirs=ours, for example completion_ids=response_ids", option="map")
+            raise ImportFailed(f"got {text!r}, expected theirs=ours, e.g. completion_ids=response_ids", option="map")
         if found.setdefault(theirs, ours) != ours:
             raise ImportFailed(
-                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}; map it once", option="map"
+                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it once", option="map"
             )
     return found
 
@@ -213,10 +202,10 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
-            raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
+            raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
             raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}; the columns of a trace are {', '.join(KNOWN)}", option="map"
+                f"{theirs!r} cannot be mapped to {ours!r}. A trace has the columns {', '.join(KNOWN)}", option="map"
             )
 
 
@@ -228,11 +217,11 @@ def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> di
         if ours not in KNOWN:
             continue
         if theirs in names:
-            raise ImportFailed(f"{file}: has two columns named {theirs!r}; rename one")
+            raise ImportFailed(f"{file}: has two columns named {theirs!r}. Rename one")
         if ours in owner:
             spare = theirs if theirs == ours else owner[ours]
             raise ImportFailed(
-                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}; skip "
+                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}. Skip "
                 f"one with the mapping {spare}="
             )
         owner[ours], names[theirs] = theirs, ours

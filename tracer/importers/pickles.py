@@ -20,7 +20,6 @@ CONTAINER_BYTES = 64
 VIEWED_BYTES = 1 << 16
 """Byte strings this long or longer stay views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
-"""Python types that a pickle's byte strings can load as."""
 
 
 class NotPlain(ValueError):
@@ -40,14 +39,12 @@ class Budget:
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory; no "
+                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory. No "
                 "framework writes such a file"
             )
 
 
 class Known:
-    """An allowed name, and the function called in its place."""
-
     __slots__ = ("make",)
 
     def __init__(self, make: Callable[..., Any]):
@@ -56,7 +53,6 @@ class Known:
 
 Names = Mapping[tuple[str, str], Known]
 Persistent = Callable[[Any], Any]
-"""Resolves a persistent id, which torch uses for storages."""
 
 
 def load(
@@ -69,8 +65,8 @@ def load(
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: incomplete pickle: it ends before its last instruction, or takes values from an empty stack; "
-            "wait until it is written, or copy it again"
+            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until it is "
+            "written, or copy it again"
         ) from error
     except (
         ValueError,
@@ -98,7 +94,7 @@ class _Machine:
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
         stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
-        while True:  # most frequent opcodes first: torch.save writes about thirty per tensor
+        while True:  # most frequent opcodes first: torch.save writes about 30 per tensor
             code = data[position]
             position += 1
             if code == 0x71:  # BINPUT
@@ -222,7 +218,7 @@ class _Machine:
             if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("it sets the state of an object that has none")
+                raise NotPlain("it sets state on an object that has none")
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
@@ -233,10 +229,10 @@ class _Machine:
 
     def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
         if type(target) is not dict or len(items) % 2:
-            raise NotPlain("it sets items of something other than a dictionary")
+            raise NotPlain("it sets items on something other than a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise NotPlain(f"it has a key of type {type(key).__name__}")
+                raise NotPlain(f"it has a {type(key).__name__} key")
             target[key] = value
         return target
 
@@ -245,14 +241,13 @@ class _Machine:
         if known is None:
             shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
             raise ImportFailed(
-                f"{self._where}: uses {shown[:120]}, which is not an allowed class; the file was not read, and "
+                f"{self._where}: uses {shown[:120]}, which is not an allowed class. The file was not read, and "
                 "nothing in it was run"
             )
         return known
 
 
 _OWED_BYTES = 1 << 20
-"""The budget is charged whenever more than this is owed."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
 """Argument sizes in bytes for BININT1, BININT2, BININT and BINFLOAT."""
 _FLOAT = struct.Struct(">d")
@@ -283,6 +278,6 @@ def _value(kind: str, content: bytes) -> Any:
         return content
     if kind == "integer":
         if len(content) > _LONGEST_INTEGER:
-            raise NotPlain("an integer of more than 512 bits")
+            raise NotPlain("an integer with more than 512 bits")
         return int.from_bytes(content, "little", signed=True)
     return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")

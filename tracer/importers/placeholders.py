@@ -1,6 +1,6 @@
-"""Detect placeholders for missing logprobs, and mark them as not recorded.
+"""Detect placeholders for missing logprobs.
 
-Shapes: B sequences, N response tokens across all sequences, R sequences (out of B) that a pass has scored.
+Shapes: B sequences, R of them scored by a pass, N response tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""Some frameworks write this instead of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
 """Passes over the same policy. If a token has probability 1 in one of them, it should in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
@@ -27,12 +26,8 @@ KEPT, HOLES, OPEN = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Placeholder counts by kind."""
-
     clamped: int = 0
-    """Values equal to -9999."""
     masked_zeros: int = 0
-    """0.0 values outside the loss mask."""
     all_zero: int = 0
     """0.0 values in all-zero lists, unless another pass gives the tokens probability 1."""
     certain: int = 0
@@ -40,11 +35,9 @@ class Placeholders:
 
     @property
     def total(self) -> int:
-        """Values replaced by NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark -9999 values and masked 0.0 values as not recorded, and count them."""
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
@@ -76,9 +69,7 @@ class ZeroLists:
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-        """Passes with a value so far."""
         self.filled: set[str] = set()
-        """Passes with a value other than 0.0 so far."""
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """Return [R] verdicts for each pass: KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
@@ -122,13 +113,11 @@ class ZeroLists:
         return found
 
     def was_never_filled(self, name: str) -> bool:
-        """Return True if a pass with only 0.0 when the import ends was never filled in."""
         others = {other for other in POLICY if other != name}
         return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Count values in lists with two or more zeros and nothing else."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -145,7 +134,6 @@ def _known(logprobs: Ragged) -> np.ndarray:
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return an [R] bool mask for lists with at least one recorded value and only 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():

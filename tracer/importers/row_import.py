@@ -1,6 +1,6 @@
-"""Record imported rows: group them by step, turn placeholders into NULL, and record each logprob column as a pass.
+"""Record imported rows by step, with one pass per logprob column.
 
-Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
+Shapes: B sequences in one step, R of them scored by a pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Imported:
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
@@ -63,7 +62,6 @@ class Imported:
     num_files: int = 0
     """Files read in this import, or 0 for the parquet format."""
     num_known_files: int = 0
-    """Files already imported earlier."""
     held_back: tuple[str, ...] = ()
     """Incomplete parts left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
@@ -74,7 +72,6 @@ class RowImport:
     """An import in progress. `result` is complete once the import is closed."""
 
     def __init__(self, folder: Path, source: str, path: str, selection: Selection, *, ordered: bool):
-        """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
@@ -85,9 +82,7 @@ class RowImport:
         self._num_read = 0
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
-        """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """For each pass: the note to record if no row has logprobs of the pass."""
         self._where = path
 
     @property
@@ -109,22 +104,22 @@ class RowImport:
     def check_any(self) -> None:
         path = self._contract["path"]
         if not self._num_read:
-            raise ImportFailed(f"{path}: contains no rows; give files with one row per sequence")
+            raise ImportFailed(f"{path}: contains no rows. Give files with one row per sequence")
         if not self.result.num_sequences:
-            raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
+            raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Declare a pass and its contract. `logprobs_note` says why the pass has no logprobs."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
-            raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
+            raise ImportFailed(
+                f"{rows.file}: {rows.place(0)} has no {lacking}, but each row needs {KINDS[lacking].wants}"
+            )
         given = columns.list("seq_id") or [
             str(number) for number in range(self._num_read, self._num_read + columns.num_rows)
         ]

@@ -1,7 +1,4 @@
-"""Import slime: rollout dumps (miles dumps the same samples), joined with train dumps (format version 2).
-
-Shapes: T response tokens, S prompt and response tokens, L layers with a router.
-"""
+"""Import slime rollout dumps, joined with train dumps. Shapes: S prompt and response tokens, L layers with a router."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entrop
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Group each rollout file with its train files. Evaluation files are skipped."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -71,10 +67,7 @@ def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles" based on the first readable file, or None if neither wrote it.
-
-    miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`. slime does neither.
-    """
+    """Return "slime" or "miles". Only miles writes `rollout_data` in train files and `metadata` in rollout files."""
     for names in reversed(dump_files(folder)):
         for name in names:
             try:
@@ -89,7 +82,6 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Split a sample's tokens into prompt and response (the last `response_length` tokens)."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
@@ -99,7 +91,6 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return a sample's cells, except per-token values (see `values_of`)."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -132,7 +123,7 @@ def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
     if len(found) != num_tokens - 1:
         raise ImportFailed(
             f"{fields.where}: has router choices for {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} "
-            "tokens; leave them out with --map rollout_routed_experts="
+            "tokens. Leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
 
@@ -156,14 +147,14 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        raise ImportFailed(f"{where}: is not a dump of samples")
+        raise ImportFailed(f"{where}: is not a sample dump")
     return found
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
-        raise ImportFailed(f"{where}: has no list of samples")
+        raise ImportFailed(f"{where}: has no list named samples")
     return list(found)
 
 
@@ -182,8 +173,6 @@ def named_fields(
 
 
 class StepSamples:
-    """One step's samples, merged by name from rollout and train files."""
-
     def __init__(self, step: int):
         self.step = step
         self.cells: dict[str, dict[str, Any]] = {}
@@ -229,7 +218,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         if "format_version" in record:
             _add_trained(reading, samples, record, str(path), names, budget)
         elif "rollout_data" in record:
-            raise ImportFailed(f"{path}: is a train dump of miles; import it with: tim-trace import miles PATH -o RUN")
+            raise ImportFailed(f"{path}: is a miles train dump. Import it with: tim-trace import miles PATH -o RUN")
         else:
             names = add_rollout(reading, samples, record, str(path), budget)
     yield from samples.batches(reading.part.files[0])
@@ -274,12 +263,12 @@ SLIME = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>.pt",
     columns=COLUMNS,
-    alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 means no logprob",
+    alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
     recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs; slime writes them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump; --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+        "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )

@@ -32,7 +32,6 @@ def read_pickled(path: Path) -> Any:
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a torch.save or pickle.dump file's content. `shells` are the framework's allowed classes."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
@@ -57,7 +56,7 @@ def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth:
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
         raise ImportFailed(
-            f"{where}: is in torch's old tar format, which is not supported; save it again with a newer torch"
+            f"{where}: is in torch's old tar format, which is not supported. Save it again with a newer torch"
         )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a torch.save file")
@@ -83,7 +82,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
                 raise ImportFailed(
-                    f"{where}: was written on a big-endian machine, which is not supported; save it again on a "
+                    f"{where}: was written on a big-endian machine, which is not supported. Save it again on a "
                     "little-endian machine"
                 )
             storages: dict[str, Storage] = {}
@@ -107,7 +106,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: incomplete or damaged torch.save file ({error}); wait until it is written, or copy it again"
+            f"{where}: incomplete or damaged torch.save file ({error}). Wait until it is written, or copy it again"
         ) from error
 
 
@@ -145,9 +144,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
-            raise ImportFailed(
-                f"{where}: ends within a tensor's data; the file is incomplete or damaged, so copy it again"
-            )
+            raise ImportFailed(f"{where}: ends within a tensor's data, so it is incomplete or damaged. Copy it again")
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
@@ -160,7 +157,7 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
-        raise NotPlain("a storage that is a view of another one")
+        raise NotPlain("a storage that views another storage")
     return kind.dtype, key, numel
 
 
@@ -203,8 +200,6 @@ def _tensors_of(state: Any) -> dict[str, Any]:
 
 
 class _TensorDict:
-    """Stand-in for a TensorDict saved by an older release."""
-
     __slots__ = ("tensors",)
 
     def __init__(self, *_: Any):
@@ -215,7 +210,6 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return a saved TensorDict's tensors by name. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")
