@@ -237,14 +237,14 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
     return as_record(read_document(content, where, what), WriterState, where, what)
 
 
-# --- Contracts: settings that determine a pass's numbers, as JSON identified by a hash
+# --- Contracts: the settings that determine a pass's numbers
 
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
 """`packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
 PACKED_ROWS = "rows"
-"""`packing` for rows concatenated without padding, as with verl's use_remove_padding."""
+"""`packing` for rows concatenated without padding (verl's use_remove_padding)."""
 
 
 def canonical_json(value: Any) -> str:

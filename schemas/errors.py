@@ -26,7 +26,7 @@ def speaks_options() -> bool:
 
 
 def option(name: str, value: object = True) -> str:
-    """Format an option the way the caller would write it, in Python or on the command line.
+    """Format an option the way the caller would write it (Python keyword or command-line flag).
 
     >>> option("force"), option("by", "step")
     ('force=True', "by='step'")
@@ -155,7 +155,7 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return StorageError("the working directory no longer exists. Change to another one")
+        return StorageError("the working directory was removed. Change to one that exists")
     what = where or error.filename or "the operating system refused"
     said = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[0]
     return StorageError(f"{what}: {said}{_WAYS_OUT.get(error.errno or 0, '')}")

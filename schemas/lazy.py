@@ -32,7 +32,7 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system sets each submodule as an attribute of its package, which would shadow a public name.
+        # Importing a submodule sets it as an attribute on its package. That would shadow a public name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -42,7 +42,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which takes a sixth of the time when importing torch and transformers."""
+    """Pause the garbage collector. It takes a sixth of the time when importing torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -69,7 +69,7 @@ def checked(public: _Public) -> _Public:
     """Wrap a function to raise WrongType if an argument does not match its annotation. Classes stay unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
-    from inspect import signature as signature_of  # importing it at the top would cost every process milliseconds
+    from inspect import signature as signature_of  # a top-level import would cost every process milliseconds
 
     signature = signature_of(public)
 

@@ -72,12 +72,12 @@ class Loss:
     kl_coefficient: float = 0.0
     """Coefficient for the KL term (k3 estimate against the `reference` pass)."""
     kl_weighted: bool = False
-    """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
+    """True if the KL term is multiplied by the ratio and gradients flow through it."""
     kl_level: str | None = None
     """`level` for the ratio in the KL term, or None if the same as the loss's."""
     correction: str = "none"
-    """Importance weight for each token's term, with r = train / rollout. `token_truncate`: min(r, cap). `token_mask`: r
-    if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by the
+    """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
+    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by the
     weight."""
     correction_low: float | None = None
     correction_high: float | None = None

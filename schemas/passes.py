@@ -8,7 +8,7 @@ from .errors import InvalidRecord
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix for logprob columns in an import file, as in `train_logprobs`."""
+"""Suffix for logprob columns in an import file (`train_logprobs`)."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)

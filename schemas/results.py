@@ -9,7 +9,7 @@ from .errors import NotInstalled
 
 
 class Result:
-    """A command's result, which prints and displays as the command's text output."""
+    """A command's result. It prints and displays as the command's text output."""
 
     __slots__ = ()
 
@@ -81,4 +81,4 @@ def _library(name: str, method: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise NotInstalled(f"{method}: {name} is not installed (pip install {name})") from error
+        raise NotInstalled(f"{method}: {name} is not installed; pip install {name}") from error

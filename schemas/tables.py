@@ -36,7 +36,7 @@ class Column:
     is_name: bool = False
     """True for identifiers. Integers are accepted and stored as text."""
     takes_flags: bool = False
-    """True if booleans are accepted as 1 and 0, as for pass/fail rewards."""
+    """True if booleans are accepted as 1 and 0 (pass/fail rewards)."""
     repeats: bool = False
     """True if many rows share the same text, so that Parquet dictionary-encodes the column."""
 
@@ -229,7 +229,7 @@ SCORES_TABLE = Table(
         Column(
             "dense_start",
             pa.int64(),
-            "sequence's first row in the group's arrays, which have one row per response token",
+            "sequence's first row in the group's arrays (one row per response token)",
             unit="rows",
             null="none were captured",
         ),
@@ -242,7 +242,7 @@ SCORES_TABLE = Table(
         Column(
             "routing_start",
             pa.int64(),
-            "sequence's first row in the group's arrays, with one row per prompt token, then per response token",
+            "sequence's first row in the group's arrays (one row per prompt token, then per response token)",
             unit="rows",
             null="not recorded, or no mixture of experts",
         ),

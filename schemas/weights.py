@@ -1,6 +1,6 @@
-"""Storage format for weights: every tensor's bits, for each policy version.
+"""Storage format for weights: every tensor's bits for each policy version.
 
-A segment has one array per dtype, with one row per version. The first row is a keyframe (full bits). Later rows are
+A segment has one array per dtype and one row per version. The first row is a keyframe (full bits). Later rows are
 deltas: the elements changed since an earlier row or, if many changed, an XOR with the previous version.
 """
 

@@ -176,7 +176,7 @@ class RowBatch:
     """Column values by name in the file, one per row."""
     numbers: Sequence[int]
     unit: str = "row"
-    """What `numbers` counts, for messages: row, line, sample, ..."""
+    """What `numbers` counts in messages (row, line, sample, ...)."""
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16 or None. Empty if no row has any."""
     num_bytes: int = 0

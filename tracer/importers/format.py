@@ -25,7 +25,7 @@ class DumpFolder:
     url: str
     root: Path
     files: tuple[str, ...]
-    """Paths relative to `root`, in natural order (step_2 before step_10)."""
+    """Paths relative to `root` in natural order (step_2 before step_10)."""
     is_file: bool = False
 
     @classmethod
@@ -109,9 +109,9 @@ class Reading:
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """First line not yet imported (from 1), for each JSON Lines file."""
+    """Each JSON Lines file's first line not yet imported (from 1)."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """Last complete line, set by the reader for each JSON Lines file."""
+    """Each JSON Lines file's last complete line. Set by the reader."""
     partial: bool = False
     sources: dict[str, SealedFile] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class Format:
     columns: Mapping[str, tuple[str, ...]]
     """Candidate fields for each trace column. The first existing one is read."""
     alignment: str
-    """How values align with tokens, and which values are placeholders. Shown in the docs."""
+    """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
     """Regular expression for the end of each file's path. Its group, if any, is the step."""
     keys: frozenset[str] = frozenset()

@@ -90,7 +90,7 @@ MS_SWIFT = Format(
     writes="`--log_completions true`",
     files="completions.jsonl",
     columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
     pattern=r"completions\.jsonl",
     keys=frozenset({"step", "prompt", "completion"}),
     rows=_swift_rows,
@@ -126,7 +126,7 @@ TRL = Format(
     writes="`log_completions=True`",
     files="completions/completions_<step>.parquet",
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
     pattern=r"completions_(\d+)\.parquet",
     read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
@@ -143,7 +143,7 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
     if fields.record.get("is_validation") is True:
         return
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
-        raise ImportFailed(f"{fields.where}: has no list named turns")
+        raise ImportFailed(f"{fields.where}: has no list of turns")
     each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
     version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
     cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
@@ -225,7 +225,7 @@ def recognised(folder: DumpFolder) -> str | None:
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
-            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, for example: tim-trace "
+            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, e.g. tim-trace "
             f"import {found[0]} PATH"
         )
     return found[0] if found else None

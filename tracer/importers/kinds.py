@@ -117,7 +117,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert to float32, as frameworks use for these values. Rounding is allowed, overflow is not."""
+    """Frameworks use float32 for these values. Rounding is allowed, overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)

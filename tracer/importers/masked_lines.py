@@ -168,7 +168,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
 
 NEMO_RL = Format(
     name="nemo-rl",
-    writes="the default logger (not with NeMo-Gym's response logging)",
+    writes="the logger by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=_NEMO_RL_COLUMNS,
     alignment="the value at index i belongs to token_ids[i]. Index 0 has no value. Values are 0 for prompt and tool "

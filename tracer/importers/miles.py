@@ -118,7 +118,7 @@ def _add_rank(
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):
-        raise ImportFailed(f"{where}: has no list named tokens")
+        raise ImportFailed(f"{where}: has no list of tokens")
     rank, size = _number(record, "cp_rank", 0, where), _number(record, "cp_size", 1, where)
     if not 0 <= rank < size <= 4096:
         raise ImportFailed(f"{where}: has context-parallel rank {rank}, but only {size} ranks")

@@ -1,4 +1,4 @@
-"""Record imported rows by step, with one pass per logprob column.
+"""Record imported rows by step, and each logprob column as a pass.
 
 Shapes: B sequences in one step, R of them scored by a pass.
 """
@@ -35,7 +35,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns, recorded with the `train` pass or, if missing, with `current` or `rollout`."""
+"""Other score columns. Recorded with the first available pass: `train`, `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -57,7 +57,7 @@ class Imported:
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Logprobs above 0, which are invalid but kept unchanged."""
+    """Invalid logprobs above 0. They are kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
     """Files read in this import, or 0 for the parquet format."""

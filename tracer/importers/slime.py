@@ -38,7 +38,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Candidate fields for each column, and for other values that columns are computed from."""
+"""Candidate fields for each column and for other values that columns are computed from."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -154,14 +154,14 @@ def top_level(found: Any, where: str) -> Mapping[str, Any]:
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
-        raise ImportFailed(f"{where}: has no list named samples")
+        raise ImportFailed(f"{where}: has no list of samples")
     return list(found)
 
 
 def named_fields(
     reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
 ) -> list[tuple[str, Fields]]:
-    """Return each sample's name and fields. The name is its index, with a suffix if the index repeats."""
+    """Return each sample's name and fields. The name is its index plus a suffix if the index repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):

@@ -18,7 +18,7 @@ _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
 """In bytes. Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
-"""Approximate upper limit on parsed JSON's memory use, as a multiple of the text size."""
+"""Approximate upper limit on parsed JSON's memory use relative to its text."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -133,5 +133,5 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
 
 def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ImportFailed(f'{where}: is not an object: {what}, for example {{"step": 1}}')
+        raise ImportFailed(f'{where}: is not an object: {what}, e.g. {{"step": 1}}')
     return value

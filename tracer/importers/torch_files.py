@@ -36,7 +36,7 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: Path) -> bool:
-    """Return True for an empty file or an incomplete zip file, which may still be growing."""
+    """Return True for an empty file or an incomplete zip file. Either may still be growing."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
