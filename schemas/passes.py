@@ -16,7 +16,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNOR
 
 def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
     if not isinstance(name, str):
-        raise InvalidRecord(f"pass {name!r}: not a string, use one of {', '.join(STANDARD)}")
+        raise InvalidRecord(f"pass {name!r} is not a string. Use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
         return name
     known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
