@@ -16,33 +16,27 @@ class Capture:
     level: str = "logprobs"
     """`logprobs` (sampled token only), `topk` or `logits`."""
     k: int | None = None
-    """Number of tokens kept per position at level `topk`, most probable first; None for other levels."""
+    """Number of most probable tokens to keep per position. Only for `topk`."""
     fraction: float = 1.0
-    """Share of sequences, from 0 to 1, whose distributions are kept. The logprobs of sampled tokens are kept for every
-    sequence."""
+    """Share of sequences (0 to 1) to keep distributions for. Sampled tokens' logprobs are always kept."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidOption(f"got {self.level!r}; use logprobs, topk:K or logits", option="capture")
+            raise InvalidOption(f"got {self.level!r}, expected logprobs, topk:K or logits", option="capture")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(
-                f"got {self.level!r} with k={self.k}; write topk:K with K at least 1, e.g. topk:20", option="capture"
+                f"got {self.level!r} with k={self.k}, expected topk:K with K >= 1, e.g. topk:20", option="capture"
             )
         if not 0.0 <= self.fraction <= 1.0:
             raise InvalidOption(
-                f"got {self.fraction}; use a share between 0 and 1, e.g. 0.05", option="capture_fraction"
+                f"got {self.fraction}, expected a share between 0 and 1, e.g. 0.05", option="capture_fraction"
             )
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
-        """Parse `logprobs`, `topk:K` or `logits`.
-
-        >>> Capture.parse("topk:20", 0.1)
-        Capture(level='topk', k=20, fraction=0.1)
-        """
         level, _, k = text.partition(":")
         if k and not k.isdecimal():
-            raise InvalidOption(f"got {text!r}; write topk:K with an integer, e.g. topk:20", option="capture")
+            raise InvalidOption(f"got {text!r}, expected topk:K with an integer, e.g. topk:20", option="capture")
         return cls(level=level, k=int(k) if k else None, fraction=fraction)
 
     def __str__(self) -> str:
@@ -50,14 +44,10 @@ class Capture:
 
     @property
     def dense(self) -> bool:
-        """True if more than the sampled token's logprob is recorded for some sequences."""
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if a sequence's distributions are kept. Every process and run makes the same choice.
-
-        The choice is a hash of (step, seq_id), so it does not touch the training process's random state.
-        """
+        """Return True if a sequence's distributions are kept. Hash-based, so all processes and runs agree."""
         if not self.dense:
             return False
         digest = blake2b(f"{step}/{seq_id}".encode(), digest_size=8).digest()

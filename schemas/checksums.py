@@ -1,7 +1,4 @@
-"""Checksums of a trace's files: XXH3 (https://xxhash.com), 64 bits per block and 128 bits per file.
-
-The checksums detect corruption, not tampering: anyone who can write a trace can also write its checksums.
-"""
+"""XXH3 checksums (https://xxhash.com), 64 bits per block and 128 per file. They detect corruption, not tampering."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Bytes covered by one block checksum. Reads are extended to whole blocks so that they can be verified."""
+"""Reads are extended to whole blocks so that they can be verified."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Block size of files that are read in small pieces from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
 
@@ -21,17 +17,16 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """Size, checksums and row range of a finished file, which never changes again."""
+    """Size, checksums and row range for a file that never changes again."""
 
     num_bytes: int
     hash: str
-    """XXH3-128 of the whole file, 32 hexadecimal digits, as printed by `xxhsum -H2`."""
+    """XXH3-128 in 32 hex digits. `xxhsum -H2` prints the same."""
     num_rows: int | None = None
-    """Number of rows in a table file; None for other files."""
     steps: tuple[int, int] | None = None
-    """First and last step in a table file; None for other files and empty tables."""
+    """First and last step. Only for non-empty table files."""
     footer: str | None = None
-    """XXH3-64 of a Parquet file's footer, 16 hexadecimal digits; None for other files."""
+    """XXH3-64 (16 hex digits) for a Parquet file's footer."""
 
 
 def sealed(content: Bytes) -> SealedFile:
@@ -39,17 +34,15 @@ def sealed(content: Bytes) -> SealedFile:
 
 
 def whole_hash(content: Bytes) -> str:
-    """Return the XXH3-128 as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def short_hash(content: Bytes) -> str:
-    """Return the XXH3-64 as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:
-    """Checksums of a stream, updated as it grows: one per block and one for the whole stream."""
+    """One checksum per block plus one for the whole stream, updated as it grows."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -72,7 +65,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """Concatenated checksums of all blocks so far, DIGEST_BYTES bytes each. The last block may be incomplete."""
+        """Concatenated block checksums so far, DIGEST_BYTES each. The last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 
@@ -82,7 +75,6 @@ class BlockDigests:
 
 
 def block_digest(*parts: Bytes) -> bytes:
-    """Return the big-endian XXH3-64 of a block, given in one or more pieces."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

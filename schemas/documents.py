@@ -1,8 +1,4 @@
-"""The JSON documents of a trace: trace.json (format version and identity of the run), writers/<id>.json, and the
-contracts of passes.
-
-Each document has a checksum, and the type of every field is checked when it is read.
-"""
+"""JSON documents in a trace: trace.json, writers/<id>.json and pass contracts."""
 
 from __future__ import annotations
 
@@ -20,43 +16,40 @@ from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
 
 CHECKSUM = "checksum"
-"""Name of the checksum field, which holds the XXH3-128 of the other fields, as JSON with sorted keys and no spaces."""
+"""Field with the XXH3-128 for all other fields, serialized with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
-"""Maximum nesting depth of a document, so that recursive readers do not overflow the stack."""
+"""Maximum nesting depth, so that recursive readers do not overflow the stack."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
 
 
 def now() -> str:
-    """Return the current UTC time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def to_document(values: Mapping[str, Any]) -> str:
-    """Return `values` as JSON with a checksum."""
     content = plain(values)
     text = json.dumps({**content, CHECKSUM: whole_hash(_canonical(content).encode())})
     return msgspec.json.format(text, indent=1) + "\n"  # 10 times faster than json's own indentation
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Parse a document without verifying its checksum. Raises DamagedTrace, with `where` and `what` in the message."""
+    """Parse a document without verifying its checksum. Raises DamagedTrace."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a backup") from error
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}). Restore it from a backup") from error
     return dict(values)
 
 
 def _check(document: Any, content: bytes) -> None:
-    """Raise ValueError or TypeError for values that readers cannot process. `content` is the text of the document."""
     if not isinstance(document, dict):
-        raise TypeError(f"it is of type {type(document).__name__}")
+        raise TypeError(f"its type is {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # no value can be invalid, and visiting all of them would take longer than parsing
+        return  # nothing can be invalid, and a full traversal would take longer than parsing
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
@@ -83,13 +76,12 @@ def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(
-            f"{where}: {lacks}, so {what} was changed or damaged after it was written; restore it from a backup"
+            f"{where}: {lacks}, so {what} was changed or damaged after writing. Restore it from a backup"
         )
     return values
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """Return the same text as `canonical_json`, but faster if all numbers are finite."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -97,11 +89,11 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing or mistyped fields."""
+    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace if fields are missing or mistyped."""
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a backup") from error
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}). Restore it from a backup") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -112,29 +104,23 @@ FORMAT = "tim-trace"
 FORMAT_VERSION = 2
 """Version 1, which had no checksums, was never released and cannot be read."""
 
-_WHAT = "the manifest of a trace"
+_WHAT = "a trace manifest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """trace.json, the file that makes a folder a trace. It is written once and never changed."""
+    """trace.json, the file that makes a folder a trace. Never modified after creation."""
 
     run_id: str
-    """UUID of the run, which stays the same if the trace folder is moved."""
     created_at: str
-    """Start of the recording, ISO 8601 in UTC."""
     created_by: str
-    """tim-trace version that created the trace."""
     source: str
-    """How the trace was created: `record`, `recorder` (the Python API), or `import <format>`."""
+    """`record`, `recorder` (the Python API) or `import <format>`."""
     command: tuple[str, ...] = ()
-    """The recorded command and its arguments; empty if there was none."""
     capture: str = "logprobs"
-    """`logprobs`, `topk:K` or `logits`: see `Capture`."""
     capture_fraction: float = 1.0
-    """Share of sequences, from 0 to 1, whose token distributions are kept."""
     weights_from: str | None = None
-    """Folder of the run's Hugging Face checkpoints, if weights are read from there; else None."""
+    """Hugging Face checkpoint folder to read weights from, if any."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -146,28 +132,28 @@ class Manifest:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Parse trace.json; `where` names the file in error messages. Raises DamagedTrace and NewerTrace."""
+    """Parse trace.json. Raises DamagedTrace and NewerTrace."""
     found = read_object(content, where, _WHAT)
     version = found.get("format_version")
     if found.get("format") != FORMAT or type(version) is not int or version < FORMAT_VERSION:
         raise DamagedTrace(
-            f"{where}: not {_WHAT}; pass the folder written by `tim-trace record -o` or `tim-trace import`"
+            f"{where}: not {_WHAT}. Pass the folder written by `tim-trace record -o` or `tim-trace import`"
         )
     if version > FORMAT_VERSION:
         raise NewerTrace(
-            f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}; "
-            "upgrade it with: pip install --upgrade tim-trace"
+            f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}. "
+            "Upgrade it with: pip install --upgrade tim-trace"
         )
     return as_record(read_document(content, where, _WHAT), Manifest, where, _WHAT)
 
 
-# --- writers/<id>.json: files, environment and exit state of one process
+# --- writers/<id>.json: one process's files, environment and exit state
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""Name prefix of writers that merge other writers' files."""
+"""Name prefix for writers that merge other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, which records the exit code; an id is appended if the name is taken."""
+"""Writer name for `tim-trace record` itself. An id is appended if the name is taken."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,75 +161,57 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Name of the writer, which is also the prefix of its file names."""
     run_id: str = ""
     state: str = OPEN
     """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
     host: str = ""
     boot_id: str | None = None
-    """Id of the machine's current boot; None if the system does not provide one."""
     pid_namespace: str | None = None
-    """PID namespace of `pid`; None if the system does not provide one."""
     pid: int = 0
     process_start: int | None = None
-    """Start of the process, in clock ticks since boot. Together with the pid, it identifies the process."""
+    """Process start time in clock ticks since boot. Together with `pid`, it identifies the process."""
     rank: int | None = None
-    """Rank in the process group; None without a process group."""
     opened_at: str = ""
-    """ISO 8601 in UTC."""
     closed_at: str | None = None
-    """ISO 8601 in UTC; None while the writer is open or if its process was killed."""
+    """None if the writer is open or was killed."""
     attempt: int | None = None
-    """Training attempt, from 1; resuming a run begins a new one. None outside training."""
+    """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers of an attempt. For `tim-trace record` itself, the prefix shared by the keys of all its
-    attempts."""
+    """Shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
-    """Sealed files, by path in the trace."""
     replaced: tuple[str, ...] = ()
-    """Other writers' files that were merged into this writer's. Readers ignore them until they are removed."""
+    """Other writers' files that were merged into this writer's and not removed yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
-    """Paths of journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """For each journal that was sealed after its process died: size in bytes of the incomplete record at the end."""
+    """Bytes in the incomplete record at the end of a journal that was sealed after its process died."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """The imported files as they were during the import, by path in the imported folder; `num_rows` is the number of
-    lines that were read."""
+    """Imported files, keyed by path in the imported folder. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Options that later imports into the same trace must repeat."""
     attached_from: str | None = None
-    """Folder from which this writer attached weights; None for other writers."""
     is_removed: bool = False
-    """True while the writer's files are being removed; readers ignore them."""
+    """True while this writer's files are being deleted. Readers ignore them."""
     program: tuple[str, ...] = ()
     exit_code: int | None = None
-    """Exit code of the recorded command; None except for `tim-trace record` itself."""
+    """The recorded command's exit code. Only for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Versions of the hooked libraries."""
     not_recorded: tuple[str, ...] = ()
     """What could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
-    """Number of response tokens in these sequences."""
     num_eval_sequences: int = 0
-    """Number of evaluation sequences, which num_sequences and num_tokens do not include."""
     spent_s: float = 0.0
-    """Time that hooks added to the recorded program's thread, in seconds, including time spent waiting."""
+    """Seconds that hooks added to the recorded program's thread, including time spent waiting."""
     cpu_s: float | None = None
-    """CPU seconds of this process's hooks and writer threads; None until the process ends."""
+    """CPU seconds used by hooks and writer threads. None until the process ends."""
     waited_s: float = 0.0
-    """Time that the recorded program spent waiting for the disk, in seconds."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The trained model: name, class, config, number of parameters, dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """The tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of all installed libraries."""
 
     @property
     def is_launcher(self) -> bool:
-        """True for `tim-trace record` itself, which records only the command's exit code."""
         return self.writer == LAUNCHER or self.writer.startswith(f"{LAUNCHER}-")
 
     def to_json(self) -> str:
@@ -254,8 +222,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the first non-zero exit code among the nodes of the newest recording. If there is none, return None while
-    a node is still running, else 0."""
+    """Return the newest recording's first non-zero exit code, None if a node is still running, else 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code
@@ -270,32 +237,26 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
     return as_record(read_document(content, where, what), WriterState, where, what)
 
 
-# --- Contracts: all settings that determine a pass's numbers, as JSON identified by a hash
+# --- Contracts: the settings that determine a pass's numbers
 
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""Value of `packing` for TRL's TreeRow, where the samples in a forward pass form a tree of shared prefixes."""
+"""`packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
 PACKED_ROWS = "rows"
-"""Value of `packing` for rows that are concatenated without padding, as with verl's use_remove_padding."""
+"""`packing` for rows concatenated without padding (verl's use_remove_padding)."""
 
 
 def canonical_json(value: Any) -> str:
-    """Return `value` as JSON with sorted keys and no spaces."""
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def contract_hash(contract: Contract) -> str:
-    """Return the SHA-256 of a contract's canonical JSON, 64 hexadecimal digits.
-
-    >>> contract_hash({"dtype": "float32", "engine": "trl"}) == contract_hash({"engine": "trl", "dtype": "float32"})
-    True
-    """
     return sha256(canonical_json(contract).encode()).hexdigest()
 
 
 def engine_dtype(contract: Contract) -> str | None:
-    """Return a recorded engine's compute dtype, named as in torch; None if the contract does not state one."""
+    """Return the engine's compute dtype as named in torch, or None if the contract does not state it."""
     found: Any = contract
     for name in ("config", "model_config", "dtype"):
         found = found.get(name) if isinstance(found, dict) else None
@@ -303,7 +264,7 @@ def engine_dtype(contract: Contract) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types; anything that JSON cannot represent becomes its `str`."""
+    """Convert a value to JSON types, falling back to `str`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -318,11 +279,10 @@ def plain(value: Any) -> Any:
 
 
 _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
-"""Fields that describe a pass but do not affect its numbers."""
+"""Fields that do not affect a pass's numbers."""
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield `field: recorded X, now Y` for each field that differs."""
     for name in sorted({*recorded, *now} - _NOT_NUMERIC):
         before, after = recorded.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

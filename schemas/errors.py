@@ -1,4 +1,4 @@
-"""Errors and warnings that tim-trace raises deliberately; any other exception is a bug and keeps its traceback."""
+"""Errors and warnings that tim-trace raises deliberately. Any other exception is a bug and keeps its traceback."""
 
 import errno
 import os
@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 _speaks_options = False
-"""True while error messages show options as command-line flags rather than Python keywords."""
 
 
 @contextmanager
 def speaking_options() -> Iterator[None]:
-    """Within this context, show options in messages as command-line flags."""
+    """Show options in messages as command-line flags instead of Python keywords."""
     global _speaks_options
     before, _speaks_options = _speaks_options, True
     try:
@@ -23,12 +22,11 @@ def speaking_options() -> Iterator[None]:
 
 
 def speaks_options() -> bool:
-    """Return True inside `speaking_options`. Worker processes are started with the same value."""
     return _speaks_options
 
 
 def option(name: str, value: object = True) -> str:
-    """Return an option as the caller would write it: a keyword in Python, a flag on the command line.
+    """Format an option the way the caller would write it (Python keyword or command-line flag).
 
     >>> option("force"), option("by", "step")
     ('force=True', "by='step'")
@@ -51,7 +49,7 @@ def options(values: Mapping[str, object]) -> str:
 
 
 class TimTraceError(Exception):
-    """Base class of all errors; the message says what is wrong, where, and how to fix it.
+    """Base class for all errors. The message says what is wrong, where, and how to fix it.
 
     >>> error = InvalidOption("got 'hour'; use run or step", option="by")
     >>> str(error), error.message, error.option
@@ -61,13 +59,11 @@ class TimTraceError(Exception):
     exit_code = 2
 
     def __init__(self, *message: object, option: str | None = None):
-        """`option` is the name of the invalid parameter; None if no single parameter is at fault."""
         super().__init__(*message)
         self.option = option
 
     @property
     def message(self) -> str:
-        """The message without the option's name."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -79,31 +75,31 @@ class TraceNotFound(TimTraceError, FileNotFoundError):
 
 
 class TraceExists(TimTraceError, FileExistsError):
-    """The output path of a trace already exists."""
+    """A trace already exists at the output path."""
 
 
 class FileThere(TimTraceError, FileExistsError):
-    """The output file of a report or figure already exists."""
+    """The output file for a report or figure already exists."""
 
 
 class NewerTrace(TimTraceError, ValueError):
-    """The trace has a newer format version than this build supports."""
+    """The trace's format version is newer than this build supports."""
 
 
 class DamagedTrace(TimTraceError, ValueError):
-    """A file of the trace cannot be read."""
+    """A trace file cannot be read."""
 
 
 class StorageError(TimTraceError, OSError):
-    """A file, a folder or a URL cannot be reached or written."""
+    """A file, folder or URL cannot be reached or written."""
 
 
 class StorageStalled(StorageError, TimeoutError):
-    """The file system of a trace did not answer in time."""
+    """The trace's file system did not respond in time."""
 
 
 class InvalidRecord(TimTraceError, ValueError):
-    """A recorded value is invalid, or contradicts earlier records."""
+    """A recorded value is invalid or contradicts earlier records."""
 
 
 class ImportFailed(TimTraceError, ValueError):
@@ -127,11 +123,11 @@ class WeightsMissing(TimTraceError, LookupError):
 
 
 class CannotReplay(TimTraceError, RuntimeError):
-    """The replay is impossible with this trace or on this machine."""
+    """This trace cannot be replayed, or not on this machine."""
 
 
 class ClusterFailed(TimTraceError, RuntimeError):
-    """A Ray cluster lacks resources for the work, or its actors died."""
+    """A Ray cluster has too few resources, or its actors died."""
 
 
 class InvalidOption(TimTraceError, ValueError):
@@ -147,34 +143,34 @@ class NotInstalled(TimTraceError, ImportError):
 
 
 _WAYS_OUT = {
-    errno.ENOSPC: "; free disk space there",
-    errno.EFBIG: "; raise the file size limit (ulimit -f)",
-    errno.EMFILE: "; raise the open file limit (ulimit -n)",
-    errno.EACCES: "; check your access to it",
+    errno.ENOSPC: ". Free disk space there",
+    errno.EFBIG: ". Raise the file size limit (ulimit -f)",
+    errno.EMFILE: ". Raise the open file limit (ulimit -n)",
+    errno.EACCES: ". Check its permissions",
 }
 
 
 def of_system(error: OSError, where: str | None = None) -> StorageError:
-    """Convert an OSError to a StorageError. If the error does not name a file, `where` is named instead."""
+    """Convert an OSError to a StorageError. `where` replaces the file name in the message."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        return StorageError("the working directory was removed; change to one that exists")
+        return StorageError("the working directory was removed. Change to one that exists")
     what = where or error.filename or "the operating system refused"
     said = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[0]
     return StorageError(f"{what}: {said}{_WAYS_OUT.get(error.errno or 0, '')}")
 
 
 class TimTraceWarning(UserWarning):
-    """The request was not carried out exactly as asked; the message says how."""
+    """The request was not carried out exactly as asked. The message says how."""
 
 
 class DamageWarning(TimTraceWarning):
-    """Part of the trace is damaged or missing; results are based on the remaining data."""
+    """Parts of the trace are damaged or missing, and results use the remaining data."""
 
 
 class ColumnsLeftOut(TimTraceWarning):
-    """A table is wider than the terminal; the message lists the hidden columns."""
+    """A table is wider than the terminal. The message lists the hidden columns."""
 
 
 class SampleWarning(TimTraceWarning):
@@ -182,7 +178,6 @@ class SampleWarning(TimTraceWarning):
 
 
 def tell_samples(sentences: Iterable[str]) -> None:
-    """Issue a SampleWarning per sentence, attributed to the first caller outside this package."""
     for sentence in sentences:
         warnings.warn(sentence, SampleWarning, stacklevel=_depth())
 
@@ -193,7 +188,6 @@ def tell_damage(sentences: Iterable[str]) -> None:
 
 
 def _depth() -> int:
-    """Return the stacklevel of the first frame outside this package, counted from the caller."""
     package, depth = __name__.partition(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -15,24 +15,18 @@ FOLDERS = (*TABLES, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER, I
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""Sequence table and score table of each split."""
 
 HYPERPARAMETER = "hyperparameter/"
-"""Prefix of metrics that hold the run's settings."""
 ROUTING = "_routing"
-"""Prefix of Zarr groups that hold router choices, followed by the pass name. No pass name begins with an underscore, so
-these groups cannot clash with a pass."""
+"""Prefix for Zarr groups with router choices. Pass names never start with an underscore, so the two cannot clash."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Prefix of unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
-"""Prefix of files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix of folders that hold a complete trace which a new one has replaced."""
+"""Prefix for folders holding a complete trace that has been replaced."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix of folders into which a trace is moved before it is replaced; some of its files may still be at the old path.
-"""
+"""Prefix for folders a trace is moved into before it is replaced. Some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix of folders in which a trace is being written; they are renamed once the trace is complete."""
+"""Prefix for folders a trace is written to before they are renamed."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -40,8 +34,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr. Paths are relative to the
-    trace."""
+    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr."""
 
     writer: str
     number: int
@@ -102,7 +95,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if a file of this name can belong to a tokenizer, i.e. is not code, weights or a model config.
+    """Return True if the name fits a tokenizer file rather than code, weights or a model config.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)
@@ -111,12 +104,12 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace uses this name for unfinished files or folders. The prefix alone is not enough."""
+    """Match the full temporary-file pattern. The prefix alone is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own(relative: str) -> bool:
-    """Return True if tim-trace writes a file at this path of a trace, apart from tokenizer files with unusual names.
+    """Return True if tim-trace writes to this path in a trace. Unusually named tokenizer files are not recognized.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

@@ -1,4 +1,4 @@
-"""Packages that import their public names on first use and check the arguments of public functions."""
+"""Lazy imports and argument checks for public functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from .errors import WrongType
 
 
 class LazyPackage(ModuleType):
-    """A package whose public functions and classes are imported from other modules on first use.
-
-    Importing a submodule of the same name does not shadow a public name: `analysis.check` is always the function. To
-    use the submodule, import from it (`from tim_trace.analysis.check import thresholds`).
-    """
+    """A package that imports its public names on first use. A submodule with the same name does not shadow one:
+    `analysis.check` is always the function."""
 
     _sources: Mapping[str, str]
 
@@ -35,7 +32,7 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system sets each submodule as an attribute of its package, which would shadow a public name.
+        # Importing a submodule sets it as an attribute on its package. That would shadow a public name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -45,8 +42,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during an import, which creates almost no garbage. Collection would account for a
-    sixth of the time needed to import torch and transformers."""
+    """Pause the garbage collector. It takes a sixth of the time when importing torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +53,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def make_lazy(package: str, sources: Mapping[str, str]) -> None:
-    """Make a package import its public names on first use; `sources` maps each name to its module."""
+    """Make a package import its public names on first use. `sources` maps each name to its module."""
     module = sys.modules[package]
     vars(module)["_sources"] = sources
     module.__class__ = LazyPackage
@@ -70,10 +66,10 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation; return a class unchanged."""
+    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes stay unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
-    from inspect import signature as signature_of  # importing it takes milliseconds in every recorded process
+    from inspect import signature as signature_of  # a top-level import would cost every process milliseconds
 
     signature = signature_of(public)
 
@@ -81,7 +77,7 @@ def checked(public: _Public) -> _Public:
     def call(*args: Any, **options: Any) -> Any:
         try:
             given = signature.bind(*args, **options).arguments
-        except TypeError:  # missing or unknown argument: the call below raises the usual TypeError
+        except TypeError:  # the call below raises the usual TypeError
             given = {}
         check_arguments(public, given)
         return public(*args, **options)
@@ -90,17 +86,16 @@ def checked(public: _Public) -> _Public:
 
 
 def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
-    """Raise WrongType if a value does not match the annotation of the parameter or field of the same name."""
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
             raise WrongType(
-                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}; give {' or '.join(_wanted(hints[option]))}"
+                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}, expected {' or '.join(_wanted(hints[option]))}"
             )
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return True if a value matches an annotation. Unsupported annotations match every value."""
+    """Return True if a value matches an annotation. Unsupported annotations match everything."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)
@@ -138,4 +133,4 @@ def _shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
-    return f"a value of type {type(value).__name__}"
+    return f"a {type(value).__name__} object"

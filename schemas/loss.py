@@ -1,4 +1,4 @@
-"""Policy losses, and how to read a run's loss from its hyperparameters."""
+"""Policy losses, and how to read one from a run's hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,72 +21,68 @@ AGGREGATIONS = (
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
-"""Range, in nats, to which vespo clamps each sequence's log-ratio and the log of each correction weight."""
+"""Range (nats) that vespo clamps each sequence's log-ratio and each log correction weight to."""
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
-"""Prefix of the hyperparameters that Recorder.add_loss records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """A policy loss: the aggregate of -w f(rho, A) over tokens, which training minimises.
 
-    rho = current / denominator is the probability ratio, A the advantage, and w the weight from `correction`.
+    rho = current / denominator is the probability ratio, A the advantage, and w the `correction` weight.
     """
 
     kind: str = PPO
-    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f =
-    rho A, unclipped, with gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
-    f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with phi = exp(lambda
-    + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo and vespo do not
-    clip."""
+    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). `reinforce`: f =
+    rho A, unclipped, so that the gradient at rho = 1 is A grad logprob. `cispo`: f = stop(min(rho, clip_high)) A
+    logprob. `sapo`: f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347). `vespo`: f = stop(phi(rho)) A logprob,
+    where phi = exp(lambda + k ln rho - lambda rho) and rho is the sequence's ratio (arXiv 2602.10693). sapo and vespo
+    do not clip."""
     level: str = TOKEN
-    """What each ratio covers. `token`: one ratio per token; `sequence_mean`: one per sequence, from the mean log-ratio
-    (GSPO); `sequence_sum`: one per sequence, from the summed log-ratio."""
+    """What each ratio covers. `token`: one ratio per token. `sequence_mean`: one per sequence, from the mean log-ratio
+    (GSPO). `sequence_sum`: one per sequence, from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """For ppo_clip, the upper bound of the ratio minus 1; for cispo, the maximum ratio."""
+    """For ppo_clip, the ratio's upper bound minus 1. For cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if the loss has none."""
+    """For ppo_clip, a bound on the ratio for positive and negative advantages (TRL's delta), or None."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    """In sapo, tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg."""
+    """sapo's tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg."""
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
-    """k and lambda in vespo where A >= 0."""
+    """vespo's k and lambda where A >= 0."""
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    """k and lambda in vespo where A < 0."""
+    """vespo's k and lambda where A < 0."""
     denominator: str = TRAIN
     """Pass in the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or `current` (rho
     is always 1)."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
-    over all tokens in the recorded step, multiplied by the share of the recorded step's micro-batches that are in the
-    optimizer step. `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`:
-    mean over each sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean
-    over sequences. `sequence`: mean over sequences, which have one term each (level sequence_sum). `constant`: sum over
-    tokens / (sequences * max_tokens).
-
-    Masked tokens are excluded, but a sequence whose tokens are all masked is still included in the number of sequences.
-    """
+    over all tokens in the recorded step, multiplied by the share of its micro-batches in the optimizer step.
+    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
+    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
+    `sequence`: mean over sequences with one term each (level sequence_sum). `constant`: sum over tokens / (sequences *
+    max_tokens). Masked tokens are excluded, but fully masked sequences still count as sequences."""
     max_tokens: int | None = None
-    """Number of tokens per sequence that the `constant` aggregation divides by; None for other aggregations."""
+    """Tokens per sequence that the `constant` aggregation divides by. None for other aggregations."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL term, the k3 estimate against the `reference` pass."""
+    """Coefficient for the KL term (k3 estimate against the `reference` pass)."""
     kl_weighted: bool = False
-    """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
+    """True if the KL term is multiplied by the ratio and gradients flow through it."""
     kl_level: str | None = None
-    """`level` of the ratio in the KL term; None if it is the same as the loss's `level`."""
+    """`level` for the ratio in the KL term, or None if the same as the loss's."""
     correction: str = "none"
-    """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask`
-    is r if r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho
-    by the weight."""
+    """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
+    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by the
+    weight."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
-    """Settings of the run that change the loss but are not covered by the other fields."""
+    """Settings that affect the run's loss but are not covered by the other fields."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -95,28 +91,26 @@ class Loss:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise InvalidRecord(
-                    f"{name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}", option="loss"
+                    f"{name} {getattr(self, name)!r} is unknown, use {', '.join(choices)}", option="loss"
                 )
         if self.kl_level is not None and self.kl_level not in LEVELS:
-            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
+            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown, use {', '.join(LEVELS)}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
-                f"vespo needs one ratio per sequence, got level {self.level}; use {SEQUENCE_SUM}", option="loss"
+                f"vespo needs one ratio per sequence, got level {self.level}. Use {SEQUENCE_SUM}", option="loss"
             )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
-                raise InvalidRecord(f"{name} {getattr(self, name)}; give a number above 0", option="loss")
+                raise InvalidRecord(f"{name} must be above 0, got {getattr(self, name)}", option="loss")
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss clips the ratio. Use analysis.statistics.loss.is_clipped to find out whether a token is
-        clipped."""
+        """True if the loss can clip ratios. See analysis.statistics.loss.is_clipped for single tokens."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to record with Recorder.add_hyperparameters. Settings that only sapo or vespo uses are left out for
-        other losses, unless they were changed from the default."""
+        """Settings for Recorder.add_hyperparameters, without other losses' unchanged defaults."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -128,10 +122,7 @@ class Loss:
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
-    """Return the loss that a run's hyperparameters describe (names without `hyperparameter/`), or None.
-
-    Supports Recorder.add_loss and the settings of TRL's GRPO and RLOO trainers.
-    """
+    """Read the loss from hyperparameters recorded by Recorder.add_loss or by TRL's GRPO and RLOO trainers."""
     own = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
     if own:
         return _own(own)
@@ -143,9 +134,9 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 
 
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
-    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
+    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`. Raises InvalidOption.
 
-    Fields that are not given come from `recorded`, or keep their defaults. Raises InvalidOption.
+    Missing fields come from `recorded` or keep their defaults.
 
     >>> parse_loss("clip_high=0.28").clip_high
     0.28
@@ -157,7 +148,7 @@ def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
         name = name.replace("-", "_")
         if name not in kinds or not equals:
             raise InvalidOption(
-                f"got {part!r}; write name=value with commas between them; names: {', '.join(kinds)}", option="loss"
+                f"got {part!r}, expected comma-separated name=value pairs. Names: {', '.join(kinds)}", option="loss"
             )
         values[name] = _typed(name, value, kinds[name])
     try:
@@ -175,7 +166,7 @@ def _typed(name: str, value: str, kind: str) -> Any:
         return value if kind.startswith("str") else int(value) if kind.startswith("int") else float(value)
     except (KeyError, ValueError) as error:
         wanted = "true or false" if kind == "bool" else "a number"
-        raise InvalidOption(f"{name} cannot be {value!r}; give {wanted}", option="loss") from error
+        raise InvalidOption(f"{name} cannot be {value!r}, expected {wanted}", option="loss") from error
 
 
 def _own(values: Mapping[str, Any]) -> Loss:
@@ -203,11 +194,11 @@ _GRPO_AGGREGATIONS = {
 _GRPO_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-"""TRL settings that have the same name and default as a field of `Loss`."""
+"""TRL settings with the same name and default as in `Loss`."""
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Interpret the settings as GRPOTrainer._compute_loss does in TRL 1.16."""
+    """Follows GRPOTrainer._compute_loss in TRL 1.16."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -240,8 +231,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Interpret the settings as RLOOTrainer._compute_loss does in TRL 1.16. The KL term is part of the reward, not of
-    the loss."""
+    """Follows RLOOTrainer._compute_loss in TRL 1.16. The KL term is part of the reward."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),
@@ -256,7 +246,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings that can change the loss, each with the value that has no effect."""
+"""Other TRL settings that can change the loss, and the values that have no effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -264,6 +254,5 @@ def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _number(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return a setting as a float; `default` if it is missing, None or the text "None"."""
     value = values.get(name)
     return default if value is None or value == "None" else float(value)

@@ -1,4 +1,4 @@
-"""Classify modules by the names of their tensors."""
+"""Classify modules by tensor name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ _WORDS = (
     (ATTENTION, r"attn|attention"),
     (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
 )
-"""Patterns to search for in tensor names; the first match wins."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys in which models state the number of experts."""
 
 
 def module_of(name: str) -> str:
@@ -32,14 +30,7 @@ def module_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of module that a tensor belongs to, one of KINDS.
-
-    A norm inside an attention module counts as a norm. A tied head is stored under the embedding's name, so it counts
-    as an embedding.
-
-    >>> kind_of("model.layers.11.self_attn.q_norm.weight"), kind_of("model.layers.0.mlp.up_proj.weight")
-    ('norm', 'mlp')
-    """
+    """Return a tensor's module kind. A norm inside attention is a norm, and a tied head an embedding."""
     for kind, words in _WORDS:
         if re.search(words, name):
             return kind

@@ -8,34 +8,31 @@ from .errors import InvalidRecord
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix of logprob columns in an import file, as in `train_logprobs`."""
+"""Suffix for logprob columns in an import file (`train_logprobs`)."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
 
 
 def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
-    """Return `name`; raise InvalidRecord unless it is a standard pass, a replay, or a pass declared with a contract."""
     if not isinstance(name, str):
-        raise InvalidRecord(f"pass {name!r}: not a string; use one of {', '.join(STANDARD)}")
+        raise InvalidRecord(f"pass {name!r} is not a string. Use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
         return name
     known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
     raise InvalidRecord(
-        f"pass {name!r} is unknown; use one of {known}, or declare it first with add_contract({name!r}, {{...}})"
+        f"pass {name!r} is unknown. Use one of {known}, or declare it first with add_contract({name!r}, {{...}})"
     )
 
 
 def check_pass_name(name: str) -> str:
-    """Return `name`; raise InvalidRecord unless it consists of letters, digits and `_.+=-`, with `/` between parts."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, e.g. replay/fp16")
     return name
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the two passes to compare: train:rollout if both exist, else another pass and rollout, else the first two
-    passes. Return None if there are fewer than two."""
+    """Return train:rollout if both exist, else another pass and rollout, else the first two passes, or None."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -1,5 +1,3 @@
-"""Base classes of command results: printed text, notebook display and conversion to tables."""
-
 from __future__ import annotations
 
 import html
@@ -11,7 +9,7 @@ from .errors import NotInstalled
 
 
 class Result:
-    """The result of a command. Printing it, or displaying it in a notebook, gives the command's text output."""
+    """A command's result. It prints and displays as the command's text output."""
 
     __slots__ = ()
 
@@ -31,7 +29,7 @@ def rendered(result: Result, renderer: str) -> str:
 
 
 class Table(Result):
-    """A result that has rows and can be converted to pandas, Arrow and Polars."""
+    """A result with rows, convertible to pandas, Arrow and Polars."""
 
     __slots__ = ()
 

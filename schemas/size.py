@@ -9,12 +9,12 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[bB]?)\s*")
 
 
 def parse_size(text: str, *, option: str = "size") -> int:
-    """Parse a size such as `500MB` or `1.5 GB`, and return it in bytes. Raises InvalidOption, naming `option`.
+    """Parse a size such as `500MB` or `1.5 GB` and return bytes. Raises InvalidOption.
 
     >>> parse_size("1.5GB")
     1500000000
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise InvalidOption(f"got {text!r}; write a number and B, kB, MB, GB or TB, such as 500MB", option=option)
+        raise InvalidOption(f"got {text!r}, expected a number with B, kB, MB, GB or TB, e.g. 500MB", option=option)
     return int(float(match[1]) * _UNITS[match[2].upper().removesuffix("B")])

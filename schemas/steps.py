@@ -6,16 +6,15 @@ from .errors import InvalidOption
 
 ALL_STEPS = "all"
 
-FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several of these separated by commas"
+FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or a comma-separated list"
 
 
 def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:
-    """Return the recorded steps that `text` selects: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several
-    selections separated by commas.
+    """Return the recorded steps selected by `text`: `3`, `2:8` (inclusive), `2:8:2`, `all`, or a comma-separated list.
 
-    Negative numbers count recorded steps from the end: `-1` is the last, `-10:` the last ten.
+    Negative numbers count from the last recorded step: `-1` is the last, `-10:` the last ten.
 
-    Raises InvalidOption if no step matches; `of` names the run in the message.
+    Raises InvalidOption if no step matches. `of` names the run in the message.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]
@@ -26,7 +25,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
     if not chosen:
         span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
         raise InvalidOption(
-            f"{text!r} matches no recorded step{f' of {of}' if of else ''}; recorded: {span}", option="steps"
+            f"{text!r} matches no recorded step{f' of {of}' if of else ''} (recorded: {span})", option="steps"
         )
     return chosen
 
@@ -44,7 +43,7 @@ def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
     except ValueError:
         bounds = []
     if not 1 <= len(bounds) <= 3 or (len(bounds) == 1 and bounds[0] is None):
-        raise InvalidOption(f"got {text!r}; write {FORMS}", option="steps")
+        raise InvalidOption(f"got {text!r}, expected {FORMS}", option="steps")
     if not recorded:
         return set()
     ends = [_from_end(bound, recorded) for bound in bounds[:2]]
@@ -61,7 +60,7 @@ def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
 
 
 def named_range(text: str) -> tuple[int, int | None] | None:
-    """Return the first and last step that `text` can select; the last is None if the range is open-ended.
+    """Return the first and last step that `text` can select. The last is None if the range is open-ended.
 
     Return None if the range depends on which steps were recorded.
 

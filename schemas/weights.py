@@ -1,8 +1,7 @@
-"""Format of stored weights: the bits of every tensor, for each policy version.
+"""Storage format for weights: every tensor's bits for each policy version.
 
-A writer stores its versions in segments. A segment has one array of bits per dtype, with one row per version. The first
-row is a keyframe, which holds the full bits. Each later row is a delta: the elements that changed since an earlier row
-or, if many changed, the XOR with the bits of the previous version.
+A segment has one array per dtype and one row per version. The first row is a keyframe (full bits). Later rows are
+deltas: the elements changed since an earlier row or, if many changed, an XOR with the previous version.
 """
 
 from __future__ import annotations
@@ -25,21 +24,17 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Location of one tensor in a segment."""
-
     name: str
-    """The tensor's key in the model's state_dict."""
     dtype: str
-    """dtype as named in torch, such as `bfloat16`."""
     shape: tuple[int, ...]
-    """Shape of the tensor, or of this writer's shard of it."""
+    """Shape of the tensor or this writer's shard."""
     start: int
-    """Index of the first element in the segment's array for the dtype. Elements are in row-major order."""
+    """First element's index in the segment's array for the dtype. Row-major."""
     whole_shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor if several writers store shards of it; else None."""
+    """Full tensor shape, if several writers store shards."""
     offsets: tuple[int, ...] | None = None
-    """Start of the shard in the whole tensor, one index per dimension. A single index for a tensor with several
-    dimensions means that the shard is a contiguous range of the flattened tensor (FSDP1)."""
+    """The shard's start in the full tensor, per dimension. A single index for several dimensions means a contiguous
+    range in the flattened tensor (FSDP1)."""
 
     @property
     def numel(self) -> int:
@@ -50,11 +45,10 @@ class StoredTensor:
 class WeightLayout:
     tensors: tuple[StoredTensor, ...]
     tied: dict[str, str] = field(default_factory=dict)
-    """For each tied tensor, the name of the stored tensor with the same values."""
+    """Maps each tied tensor to the stored tensor with the same values."""
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Number of elements per row in the segment's arrays, by dtype."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -62,7 +56,6 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one version before compression."""
         return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,32 +68,27 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of one writer's weights. This record is written after all chunks of the version."""
+    """One version of one writer's weights. Written after all its chunks."""
 
     version: int
-    """Policy version: the number of optimizer updates that led to these weights."""
     segment: str
-    """Folder of the segment, relative to weights/."""
     row: int
-    """Row in the segment's arrays; row 0 is the keyframe."""
+    """Row in the segment's arrays. Row 0 is the keyframe."""
     previous: int | None
-    """Policy version in the previous row; None for a keyframe."""
+    """Policy version in the previous row, or None for a keyframe."""
     hashes: dict[str, str]
-    """SHA-256 of each tensor's bytes."""
+    """SHA-256 per tensor."""
     num_changed: dict[str, int] | None
-    """Number of elements in each tensor that differ from the previous version; None for the first version."""
+    """Changed elements per tensor since the previous version, or None for the first version."""
     chunks: dict[str, list[int]]
-    """Indices of the chunks with a non-zero byte, by dtype. All-zero chunks have no file."""
+    """Non-zero chunk indices by dtype. All-zero chunks have no file."""
     chain: str
-    """SHA-256 of the previous version's chain and this version's hashes, which identifies the whole history."""
+    """SHA-256 over the previous version's chain and this version's hashes, identifying the whole history."""
     num_bytes: int
-    """Size on disk."""
     stored_at: str
-    """ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row that an element delta refers to, a power of 4 rows earlier; None for a keyframe or an XOR."""
+    """Row that an element delta refers to (a power of 4 rows earlier). None for a keyframe or an XOR."""
     layout_hash: str
-    """XXH3-128 of the segment's zarr.json, which locates the tensors."""
 
     @property
     def is_keyframe(self) -> bool:
@@ -108,7 +96,6 @@ class WeightVersion:
 
     @property
     def parent_row(self) -> int | None:
-        """Row from which the version is reconstructed; None for a keyframe."""
         if self.is_keyframe:
             return None
         return self.row - 1 if self.base_row is None else self.base_row
@@ -122,11 +109,10 @@ class WeightVersion:
 
 
 def parse_weight_version(content: bytes, where: str) -> WeightVersion:
-    what = "a version of weights"
+    what = "a weight version"
     return as_record(read_document(content, where, what), WeightVersion, where, what)
 
 
 def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the previous version's chain and all tensor hashes, in order of tensor names."""
     content = "\n".join([previous or "", *(f"{name} {hashes[name]}" for name in sorted(hashes))])
     return sha256(content.encode()).hexdigest()

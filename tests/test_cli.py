@@ -384,7 +384,7 @@ def test_wrong_use_ends_with_2(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dynamics", "--steps", "few"], "Error: --steps: got 'few'; write 3, 2:8"),
+        (["dynamics", "--steps", "few"], "Error: --steps: got 'few', expected 3, 2:8"),
         (["stats", "--pair", "train"], "Error: --pair: "),
         (["gate", "--fail-on", "tim.k3>1", "--confidence", "2"], "Error: --confidence: got 2.0"),
         (["stats", "--like", "trl", "--by", "step", "--logging-steps", "0"], "Error: --logging-steps: got 0"),

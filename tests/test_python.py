@@ -185,11 +185,11 @@ def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, t
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: tim_trace.check([1]), WrongType, "check: trace: got a value of type list; give a str or a path"),
-        (lambda: tim_trace.check(None), WrongType, "check: trace: got None; give a str or a path"),
-        (lambda: tim_trace.stats(3), WrongType, "stats: traces: got 3; give a str or a path or a list"),
-        (lambda: tim_trace.gate("x", fail_on="check"), WrongType, "gate: fail_on: got 'check'; give a list"),
-        (lambda: tim_trace.Recorder(None), WrongType, "Recorder: path: got None; give a str or a path"),
+        (lambda: tim_trace.check([1]), WrongType, "check: trace: got a list object, expected a str or a path"),
+        (lambda: tim_trace.check(None), WrongType, "check: trace: got None, expected a str or a path"),
+        (lambda: tim_trace.stats(3), WrongType, "stats: traces: got 3, expected a str or a path or a list"),
+        (lambda: tim_trace.gate("x", fail_on="check"), WrongType, "gate: fail_on: got 'check', expected a list"),
+        (lambda: tim_trace.Recorder(None), WrongType, "Recorder: path: got None, expected a str or a path"),
         (lambda: tim_trace.stats([]), InvalidOption, "traces: got no trace"),
         (lambda: tim_trace.check(pathlib.Path("/proc/nowhere")), TraceNotFound, "/proc/nowhere"),
     ],
@@ -204,7 +204,7 @@ def test_options_of_frameworks_and_replays_have_types_too(trace):
     for value in ("3", [3.0], {}):
         with pytest.raises(WrongType, match="slime: tis_clip: got"):
             tim_trace.stats(trace, like="slime", tis_clip=value)
-    with pytest.raises(WrongType, match="replay: batch_size: got 'four'; give an int or None"):
+    with pytest.raises(WrongType, match="replay: batch_size: got 'four', expected an int or None"):
         tim_trace.replay(trace, batch_size="four")
 
 

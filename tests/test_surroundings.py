@@ -99,7 +99,7 @@ def in_shell(line, cwd):
             ('"$T" info {trace} > /dev/full', "stdout: No space left on device"),
             ('"$T" stats {trace} --csv >&-', "stdout: Bad file descriptor"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" info run', "the working directory was removed"),
-            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large; raise the file size limit"),
+            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large. Raise the file size limit"),
             ('"$T" sql {trace} $\'SELECT \\xff\'', "character 8 of the query is not UTF-8"),
             ("printf 'SELECT \\xff' | \"$T\" sql {trace}", "character 8 of the query is not UTF-8"),
             ('"$T" info {trace} --json >&-', "stdout: Bad file descriptor"),

@@ -675,9 +675,9 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
     [
         ({"loss": "ipo"}, "loss: got 'ipo'; use one of ppo_clip, reinforce, gspo, rloo, cispo, sapo, vespo"),
         ({"loss": "vespo_k_pos=-1.0"}, "vespo_k_pos: got -1.0"),
-        ({"loss": "sapo_temperature_neg=0.0"}, "sapo_temperature_neg 0.0; give a number above 0"),
-        ({"loss": "denominator=old"}, "denominator 'old' is unknown; use train, rollout, current"),
-        ({"loss": "correction=tis"}, "correction 'tis' is unknown; use none, token_truncate"),
+        ({"loss": "sapo_temperature_neg=0.0"}, "sapo_temperature_neg must be above 0, got 0.0"),
+        ({"loss": "denominator=old"}, "denominator 'old' is unknown, use train, rollout, current"),
+        ({"loss": "correction=tis"}, "correction 'tis' is unknown, use none, token_truncate"),
         ({"loss": "clip_low=-0.1"}, "clip_low: got -0.1"),
         ({"confidence": 95}, "confidence: got 95"),
     ],

@@ -68,5 +68,5 @@ def test_a_manifest_that_was_edited_is_refused():
 def test_the_format_without_checksums_is_refused():
     content = json.loads(MANIFEST.to_json()) | {"format_version": 1}
     del content["checksum"]
-    with pytest.raises(DamagedTrace, match=r"not the manifest of a trace"):
+    with pytest.raises(DamagedTrace, match=r"not a trace manifest"):
         parse_manifest(json.dumps(content).encode(), "x")

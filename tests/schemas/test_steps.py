@@ -11,5 +11,5 @@ def test_steps_count_from_the_end_with_a_minus():
     assert parse_steps(":-4", recorded) == [1, 2]
     assert parse_steps("-10:", recorded) == recorded
     assert select_steps("-10:", []) == []
-    with pytest.raises(InvalidOption, match="matches no recorded step; recorded: 1 to 16"):
+    with pytest.raises(InvalidOption, match=r"matches no recorded step \(recorded: 1 to 16\)"):
         parse_steps("3", recorded)

@@ -98,7 +98,7 @@ def test_a_batch_of_verl_of_before_the_trainer_says_what_it_lacks(tmp_path):
 
 def test_a_batch_of_verl_with_another_mask_is_refused(tmp_path):
     tensors = dumps.verl_tensors(make_samples(1))
-    with pytest.raises(ImportFailed, match="attention_mask must have the shape"):
+    with pytest.raises(ImportFailed, match="attention_mask must have shape"):
         import_verl(tmp_path, {**tensors, "attention_mask": tensors["attention_mask"][:, 1:]})
     with pytest.raises(ImportFailed, match="train_logprobs has shape"):
         import_verl(tmp_path, {**tensors, "old_log_probs": tensors["old_log_probs"][:, 1:]})
@@ -150,7 +150,7 @@ def import_verl(tmp_path, tensors):
 
 def test_a_dump_of_another_framework_is_named(tmp_path):
     WRITERS["prime-rl"](tmp_path / "dump", make_steps(1))
-    with pytest.raises(ImportFailed, match=r"contains no rollout_data.*; import it as prime-rl"):
+    with pytest.raises(ImportFailed, match=r"contains no rollout_data.*. Import it as prime-rl"):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
 
 
@@ -274,7 +274,7 @@ def test_an_old_dump_of_miles_with_context_parallelism_is_refused(tmp_path):
         record = torch.load(path, weights_only=True)
         del record["cp_rank"], record["cp_size"]
         torch.save(record, path)
-    with pytest.raises(ImportFailed, match=r"without cp_rank|differ between two ranks"):
+    with pytest.raises(ImportFailed, match=r"Without cp_rank|different lengths on two ranks"):
         import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
 
 
@@ -391,7 +391,7 @@ def test_another_folder_or_other_options_do_not_add_to_a_trace(tmp_path):
     import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     with pytest.raises(ImportFailed, match="imported from another folder"):
         import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run")
-    with pytest.raises(ImportFailed, match=r"was imported with --sample 1.0, but now --sample 0.5"):
+    with pytest.raises(ImportFailed, match=r"was imported with --sample 1.0, not --sample 0.5"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run", sample=0.5)
     assert import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run", force=True).num_sequences == 6
 
@@ -422,7 +422,7 @@ def test_steps_and_samples_are_chosen(tmp_path, format):
     assert names[0] == names[1]
     with pytest.raises(InvalidOption, match="sample"):
         import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=0.0)
-    with pytest.raises(ImportFailed, match="none of its 120 sequences was selected"):
+    with pytest.raises(ImportFailed, match="selected 0 of 120 sequences"):
         import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=1e-12)
 
 
@@ -514,7 +514,7 @@ def test_nothing_and_several_formats_are_no_guess(tmp_path):
         import_dump("auto", tmp_path / "empty", output=tmp_path / "run")
     dumps.write_nemo_rl(tmp_path / "two", make_steps(1))
     dumps.write_skyrl(tmp_path / "two", make_steps(1))
-    with pytest.raises(ImportFailed, match="skyrl and of nemo-rl"):
+    with pytest.raises(ImportFailed, match="skyrl and nemo-rl"):
         import_dump("auto", tmp_path / "two", output=tmp_path / "run")
     with pytest.raises(ImportFailed, match="unknown format 'moon'"):
         import_dump("moon", tmp_path / "two", output=tmp_path / "run")
@@ -525,7 +525,7 @@ def test_links_out_of_the_folder_and_special_files_are_not_read(tmp_path):
     (tmp_path / "dump").mkdir()
     dumps.write_nemo_rl(tmp_path / "dump", make_steps(2))
     (tmp_path / "dump" / "train_data_step1.jsonl").symlink_to(tmp_path / "elsewhere" / "train_data_step1.jsonl")
-    with pytest.raises(ImportFailed, match="link that points outside the folder"):
+    with pytest.raises(ImportFailed, match="link pointing outside the folder"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     (tmp_path / "dump" / "train_data_step1.jsonl").unlink()
     os.mkfifo(tmp_path / "dump" / "train_data_step1.jsonl")
@@ -600,7 +600,7 @@ def test_router_choices_of_rollouts_are_of_each_token_but_the_last(tmp_path, for
         assert (experts[-1] == NOT_ROUTED).all()
     records[0]["rollout_routed_experts"] = given[samples[0].index][:-1]
     torch.save({"rollout_id": 1, "samples": records, **more}, tmp_path / "dump" / "rollout_data" / "1.pt")
-    with pytest.raises(ImportFailed, match="leave them out with --map rollout_routed_experts="):
+    with pytest.raises(ImportFailed, match="Leave them out with --map rollout_routed_experts="):
         import_dump(format, tmp_path / "dump", output=tmp_path / "other")
     import_dump(format, tmp_path / "dump", output=tmp_path / "other", map={"rollout_routed_experts": ""})
     assert routing_of(tmp_path / "other") == {}
@@ -629,7 +629,7 @@ def test_router_choices_of_verl_are_read_until_the_trainer_has_scored(tmp_path, 
 
 @pytest.mark.parametrize("wrong", [np.full((2, 3, 2), 40_000), np.full((2, 3, 2), -2), np.zeros((2, 3, 2), np.float32)])
 def test_what_is_no_expert_is_refused(wrong):
-    with pytest.raises(ImportFailed, match=r"router choices are .*; they must be integers"):
+    with pytest.raises(ImportFailed, match=r"router choices must be integers"):
         routed(wrong, 3, "here")
 
 

@@ -104,10 +104,10 @@ def test_text_that_is_no_text_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "row 1: is not an object; each is one sequence"),
-        ('[{"step": 1}', r"dump\.json: not JSON .*; a \.json file that begins with \[ is one array of objects"),
+        ("[1]", "row 1: is not an object: each is one sequence"),
+        ('[{"step": 1}', r"dump\.json: not JSON .*: a \.json file that begins with \[ must be an array of objects"),
         ("[]", "missing columns"),
-        ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or a \.json file is one array"),
+        ('{\n "step": 1}', r"line 1: not JSON .*: each line is one object, or a \.json file is one array"),
     ],
 )
 def test_wrong_json_says_what_a_file_may_be(tmp_path, text, message):
@@ -157,21 +157,21 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
+        (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores' \(found: step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot be mapped to 'prize'; the columns of a trace are step, seq_id, .*response_ids, "
+            "map: 'score' cannot be mapped to 'prize'. A trace has the columns step, seq_id, .*response_ids, "
             ".*finish_reason",
         ),
-        (["score=reward"], r"the columns reward and score both map to 'reward'; skip one with the mapping reward="),
+        (["score=reward"], r"the columns reward and score both map to 'reward'. Skip one with the mapping reward="),
         (
             ["score=top_p", "uid=top_p"],
-            "the columns score and uid both map to 'top_p'; skip one with the mapping score=",
+            "the columns score and uid both map to 'top_p'. Skip one with the mapping score=",
         ),
-        (["score"], "map: got 'score'; give theirs=ours, for example completion_ids=response_ids"),
-        (["=reward"], "map: got '=reward'; give theirs=ours"),
-        (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'; map it once"),
-        (["step="], "missing columns: step .*for example theirs=step"),
+        (["score"], "map: got 'score', expected theirs=ours, e.g. completion_ids=response_ids"),
+        (["=reward"], "map: got '=reward', expected theirs=ours"),
+        (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'. Map it once"),
+        (["step="], "missing columns: step .*e.g. theirs=step"),
     ],
 )
 def test_a_map_that_cannot_be_is_one_line(tmp_path, texts, message):

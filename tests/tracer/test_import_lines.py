@@ -198,7 +198,7 @@ def test_completions_of_ms_swift_are_rows_of_lists(tmp_path):
     rows = connect(tmp_path / "run").execute(query).fetchall()
     assert rows == [(3, -1.0, {"Accuracy": 0.0}), (3, 1.0, {"Accuracy": 1.0})]
     dumps.write_lines(tmp_path / "completions.jsonl", [{**line, "advantages": [1.0]}])
-    with pytest.raises(ImportFailed, match="lists of different lengths"):
+    with pytest.raises(ImportFailed, match="lists with different lengths"):
         import_dump("ms-swift", tmp_path, output=tmp_path / "x")
 
 
@@ -244,6 +244,6 @@ def test_texts_are_not_joined_to_a_recorded_run_and_the_reason_is_told(tmp_path,
     dumps.ONE_SIDED[format](tmp_path, make_steps(1))
     make_trace(tmp_path / "run")
     before = stats(tmp_path / "run").dicts()
-    with pytest.raises(TraceExists, match=f"the rows of a {format} dump cannot be matched to its sequences"):
+    with pytest.raises(TraceExists, match=f"rows from a {format} dump cannot be matched to its sequences"):
         import_dump(format, tmp_path, output=tmp_path / "run")
     assert stats(tmp_path / "run").dicts() == before

@@ -55,6 +55,6 @@ def test_a_url_that_cannot_be_read_is_named(s3, tmp_path, url, said):
 
 def test_a_dump_of_a_framework_has_to_be_here(tmp_path):
     with pytest.raises(
-        ImportFailed, match=r"s3://bucket/dump: only the parquet format can be read from a URL; copy the"
+        ImportFailed, match=r"s3://bucket/dump: only the parquet format can be read from a URL. Copy the"
     ):
         import_dump("verl", "s3://bucket/dump", output=tmp_path / "run")

@@ -70,7 +70,7 @@ def test_a_command_that_fails_before_anything_is_recorded_is_told_as_that(tmp_pa
         ([], "no command given"),
         (["--", "no-such-command"], "no-such-command: no such command"),
         (["--", "/etc/hostname"], "cannot be executed"),
-        (["--capture", "topk:x", "--", "true"], "write topk:K"),
+        (["--capture", "topk:x", "--", "true"], "expected topk:K"),
         (["--capture-fraction", "7", "--", "true"], "between 0 and 1"),
     ],
 )

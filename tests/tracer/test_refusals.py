@@ -328,7 +328,7 @@ def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
 def test_a_pass_that_is_none_is_named_with_those_that_are(recorder, name):
     added = recorder.add_sequences(step=1, response_ids=[[1]])
     with pytest.raises(
-        InvalidRecord, match=rf"pass {re.escape(repr(name))}.*use one of rollout, train, current, reference"
+        InvalidRecord, match=rf"pass {re.escape(repr(name))}.*Use one of rollout, train, current, reference"
     ):
         recorder.add_scores(name, added, logprobs=[[-1.0]])
 

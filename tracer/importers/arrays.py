@@ -1,4 +1,4 @@
-"""Plain stand-ins for the classes in frameworks' pickles: NumPy arrays, torch tensors, and the framework's own objects."""
+"""Plain stand-ins for classes in frameworks' pickles: NumPy arrays, torch tensors and the frameworks' own objects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""NumPy type string for each torch dtype. NumPy has no bfloat16, so bfloat16 values are converted to float32, without
-loss."""
+"""NumPy type strings. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -35,12 +34,11 @@ class NumpyDtype:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("unexpected state of a NumPy dtype")
+            raise NotPlain("unexpected NumPy dtype state")
         self.order = state[1]
 
     @property
     def dtype(self) -> np.dtype:
-        """Raises NotPlain unless the elements are numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
@@ -49,8 +47,6 @@ class NumpyDtype:
 
 
 class NumpyArray:
-    """Stand-in for a NumPy array, created empty and filled by `give_state`."""
-
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
 
     def __init__(self, *_: Any):
@@ -68,10 +64,9 @@ class NumpyArray:
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise NotPlain("a NumPy array whose number of objects does not match its shape")
+                raise NotPlain("a NumPy array with too many or too few objects for its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -80,7 +75,7 @@ class NumpyArray:
 
 
 class Storage:
-    """Stand-in for a torch storage. In legacy files, bytes come after all tensors, so `content` may be set later."""
+    """Stand-in for a torch storage. In legacy files, bytes follow all tensors, so `content` may be set later."""
 
     __slots__ = ("content", "dtype")
 
@@ -89,8 +84,6 @@ class Storage:
 
 
 class Tensor:
-    """Stand-in for a torch tensor: a strided view of a storage."""
-
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
@@ -101,7 +94,7 @@ class Tensor:
         self._dtype = dtype
         self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
-            raise NotPlain("a tensor whose strides and shape differ in length")
+            raise NotPlain("a tensor with strides and shape of different lengths")
 
     def array(self) -> np.ndarray:
         if self._array is None:
@@ -116,7 +109,7 @@ class Tensor:
         count = math.prod(self._shape)
         last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
-            raise NotPlain("a tensor that extends past the end of its data")
+            raise NotPlain("a tensor that extends past its data")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -126,7 +119,6 @@ class Tensor:
 
 
 HELD = (NumpyArray, Tensor)
-"""Stand-ins that become arrays once their bytes are known."""
 
 
 class Shell:
@@ -142,7 +134,6 @@ class Shell:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 bits (uint16) to float32, without loss."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -156,9 +147,8 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """View bytes as an array. Raises NotPlain if their number does not match the shape."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
-        raise NotPlain(f"an array of shape {shape} with {len(content)} bytes")
+        raise NotPlain(f"an array with shape {shape} but {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -173,14 +163,12 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
-    """Return an array's bytes, copied only if not contiguous. Raises NotPlain for an array of objects."""
     if array.dtype.hasobject:
-        raise NotPlain("an array of objects where bytes are expected")
+        raise NotPlain("an object array where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
-    """Convert a stand-in to its array, and return any other value unchanged."""
     return value.array() if isinstance(value, HELD) else value
 
 
@@ -223,7 +211,6 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    """Stand in for a name that files reference but never call."""
     raise NotPlain("it calls a name that may only be referenced")
 
 
@@ -254,4 +241,3 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""Stand-ins for names that occur in every framework's pickles, by (module, name)."""

@@ -1,8 +1,3 @@
-"""Select rows read from an imported file, and convert their columns to the trace's types.
-
-Shapes: B rows in a batch.
-"""
-
 from __future__ import annotations
 
 import re
@@ -24,21 +19,16 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 
 
 class Columns:
-    """Imported rows by trace column name; a missing column is None."""
+    """Imported rows by trace column. Missing columns are None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B], in the same format as RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Rename a batch's columns with `names`, which maps the file's column names to the trace's, and convert their
-        values.
-
-        Raises ImportFailed with the file, column, type and first invalid row.
-        """
+        """Convert a batch's columns. `names` maps the file's column names to the trace's. Raises ImportFailed."""
         arrays = {}
         for theirs, values in rows.columns.items():
             ours = names[theirs]
@@ -49,7 +39,6 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Select rows in the given order; return `self` if all rows are selected in order."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -57,7 +46,6 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return a [B] bool mask of non-NULL cells; all False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
@@ -72,7 +60,7 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column, with NULL lists as empty ones; None if it is missing or all NULL."""
+        """Return a list column, or None if it is missing or all NULL. NULL lists become empty."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -98,7 +86,6 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow: together or, if they mix types, one by one according to `kind`."""
     try:
         array = pa.array(values)
         element = array.type.value_type if pa.types.is_list(array.type) else array.type
@@ -110,7 +97,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Among numbers, Arrow would silently convert booleans to 1.0 and 0.0."""
+    """Arrow would silently convert booleans among numbers to 1.0 and 0.0."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -122,7 +109,7 @@ def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: K
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
-    return ImportFailed(f"{rows.file}: column {name} contains {type}; each row needs {kind.wants}{found}")
+    return ImportFailed(f"{rows.file}: column {name} contains {type}, but each row needs {kind.wants}{found}")
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
@@ -150,15 +137,14 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Columns of a metrics file; `value` may also be text."""
+"""Columns in a metrics file. `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return (step, name, value) of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
-            f"{rows.file}: missing columns: {', '.join(lacking)}; a metrics file needs the columns step, name and value"
+            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs step, name and value"
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
@@ -187,13 +173,12 @@ ROWS_AT_ONCE = 512
 class RowBatch:
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """[B] values of each column, by its name in the file."""
+    """Column values by name in the file, one per row."""
     numbers: Sequence[int]
-    """Row numbers in the file, from 1."""
     unit: str = "row"
-    """What `numbers` counts, for messages: row, line, sample, ..."""
+    """What `numbers` counts in messages (row, line, sample, ...)."""
     routing: Sequence[np.ndarray | None] = ()
-    """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
+    """Router choices per row: [prompt and response tokens, layers, slots] int16 or None. Empty if no row has any."""
     num_bytes: int = 0
 
     def place(self, row: int) -> str:
@@ -201,7 +186,6 @@ class RowBatch:
 
 
 def shown_name(name: str) -> str:
-    """Quote a column name if it has unusual characters."""
     return name if name and name.isprintable() and name == name.strip() else repr(name)
 
 
@@ -212,7 +196,6 @@ def listed_names(names: Sequence[str]) -> str:
 
 @contextmanager
 def explained(name: str, format: str) -> Iterator[None]:
-    """Turn a reader's errors into ImportFailed, with the file's name."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError) as error:
@@ -223,10 +206,8 @@ def explained(name: str, format: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     steps: frozenset[int] | None = None
-    """Steps to import; None for all."""
     sample: float = 1.0
-    """Share of sequences to import. Sequences are chosen by a hash of their names, so every import selects the same
-    ones."""
+    """Share of sequences to import. Chosen by hashing their names, so every import selects the same ones."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(seq_ids), bool)
@@ -242,7 +223,7 @@ class Selection:
 def check_sample(share: float) -> float:
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}; give the share of sequences to import, above 0 and at most 1, for example 0.1",
+            f"got {share}, expected a share of sequences above 0 and at most 1, e.g. 0.1",
             option="sample",
         )
     return share

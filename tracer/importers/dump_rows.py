@@ -1,7 +1,4 @@
-"""Collect rows from a dump into a RowBatch, by the trace's column names.
-
-Shapes: B rows, N tokens in all rows together, T padded row width, L layers with a router, S experts selected per token.
-"""
+"""Shapes: B rows, N tokens across all rows, T padded row width, L layers with a router, S experts selected per token."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values or, for rewards, dicts of numbers."""
+    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values or (for rewards) dicts of numbers."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit
@@ -32,10 +29,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row. None in a cell means not recorded; a row without `response_ids` has no tokens.
-
-        The cell `routing` goes to RowBatch.routing and not to a column.
-        """
+        """None in a cell means not recorded. `routing` goes to RowBatch.routing, not to a column."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -43,7 +37,6 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as columns. Advantages become one number per row if they are constant within every row."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -75,7 +68,6 @@ def _column(cells: list[Any]) -> Any:
 def list_column(
     values_N: np.ndarray, lengths_B: np.ndarray, known_N: np.ndarray | None = None, missing_B: np.ndarray | None = None
 ) -> pa.ListArray:
-    """Build a list column from concatenated lists; unknown values and missing lists become NULL."""
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32))
     if values_N.dtype.kind == "f" and values_N.dtype != np.float32:
         values_N = values_N.astype(np.float64)
@@ -87,7 +79,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Convert a padded batch to columns. Responses and per-token values are [B, T]; prompts have their own padding."""
+    """Convert a padded batch to columns. Responses and per-token values are [B, T]. Prompts have their own padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -121,8 +113,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return one advantage per row if, in each row, all tokens in the loss mask share one advantage; else one list per
-    row."""
+    """Return one advantage per row if constant over each row's loss mask, else one list per row."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]
@@ -139,16 +130,11 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
-    """Pad the router choices [N, L, S] of a sequence's first N tokens to [num_tokens, L, S] int16; later tokens get -1.
-
-    A router never picks an expert twice, so a token with the same expert in all slots is padding. Raises ImportFailed.
-    """
+    """Pad router choices [N, L, S] to [num_tokens, L, S] int16, with -1 for tokens that were not routed."""
     if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
-        raise ImportFailed(
-            f"{where}: router choices are {found.dtype}; they must be integers from -1 to {_MOST_EXPERTS}"
-        )
+        raise ImportFailed(f"{where}: router choices must be integers from -1 to {_MOST_EXPERTS}, got {found.dtype}")
     ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
     ids[: len(found)] = found
-    if found.shape[2] > 1:
+    if found.shape[2] > 1:  # a router never picks an expert twice, so equal choices are padding
         ids[(ids == ids[:, :, :1]).all(axis=(1, 2))] = NOT_ROUTED
     return ids

@@ -1,8 +1,3 @@
-"""Read and check the fields of an imported record.
-
-Shapes: T tokens in a sequence.
-"""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +17,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and a mask [T] bool: True where a number was recorded."""
+    """Per-token numbers, and a bool mask that is True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -35,25 +30,22 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields, by trace column name. Reading a missing field gives None."""
+    """A record's fields by trace column. Missing fields read as None. Invalid ones raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
         budget: Budget,
     ):  # fmt: skip
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
+            raise ImportFailed(f"{where}: is not a record with named fields. Check that the file has this format")
         self.record = record
-        """The record, with the file's own field names."""
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record in this file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
-        """Return the first of the column's candidate fields that is not None."""
         return self._found(column)[1]
 
     def _found(self, column: str) -> tuple[str, Any]:
@@ -68,21 +60,18 @@ class Fields:
         return (names[0] if names else column), None
 
     def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
-        return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}; it must be {wants}")
+        return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}, expected {wants}")
 
     def required(self, column: str) -> Any:
-        """Like `get`, but raises ImportFailed instead of returning None."""
         name, value = self._found(column)
         if value is None:
-            raise ImportFailed(f"{self.where}: field {name!r} is missing; it supplies {column}")
+            raise ImportFailed(f"{self.where}: field {name!r} is missing, needed for {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Read and check the cells of these columns; by default, of all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
-        """Return an array of numbers with this many dimensions. Raises ImportFailed for anything else."""
         name, value = self._found(column)
         return None if value is None else self._array(name, value, dimensions)
 
@@ -94,12 +83,12 @@ class Fields:
         if isinstance(found, (list, tuple)) and dimensions == 1:
             found = self._flat(name, found)[0]
         if not isinstance(found, np.ndarray) or found.ndim != dimensions or found.dtype.kind not in "biuf":
-            wants = f"an array of numbers with {dimensions} dimension{'s' * (dimensions > 1)}"
+            wants = f"a numeric array with {dimensions} dimension{'s' * (dimensions > 1)}"
             raise self._refuse(name, found, wants)
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return per-token numbers; None in the list means not recorded."""
+        """Return per-token numbers. None in the list means not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -110,7 +99,6 @@ class Fields:
         return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
-        """Return token ids [T] int32. Raises ImportFailed if any id is missing or invalid."""
         found = self.values(column)
         if found is None:
             return None
@@ -123,17 +111,16 @@ class Fields:
         return found.values.astype(np.int32)
 
     def flags(self, column: str) -> np.ndarray | None:
-        """Return a mask of 0 and 1 as [T] bool."""
         found = self.values(column)
         if found is None:
             return None
         values = found.values
         if not found.known.all() or (values.dtype != bool and not ((values == 0) | (values == 1)).all()):
-            raise self._refuse(self._found(column)[0], self.get(column), "a list of 0 and 1")
+            raise self._refuse(self._found(column)[0], self.get(column), "a list with only 0 and 1")
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; an array with a single element is accepted."""
+        """Return a number. Arrays with a single element are accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -146,7 +133,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; whole-number floats and digits as text are accepted."""
+        """Return an integer. Whole-number floats and digits as text are accepted."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -160,7 +147,6 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return all numeric fields that supply no column, by name, except those in `but`."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {
@@ -170,7 +156,6 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Return text; an integer is converted."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -180,7 +165,6 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Convert a list of numbers to an array, with a [T] bool mask that is False where the list has None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -214,10 +198,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Convert a list of int, or of float and int, to an array, faster than NumPy; return None for any other list.
-
-    Of the types found in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
-    """
+    """Faster than NumPy. struct accepts only int and bool as "q", and only int, bool and float as "d"."""
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
         return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)
@@ -245,7 +226,6 @@ def _one(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Describe a value briefly for an error message, without nested contents."""
     if isinstance(value, np.ndarray):
         return f"an array {list(value.shape)} of {value.dtype}"
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,3 @@
-"""Describe a framework's dump (files, format), and read its records."""
-
 from __future__ import annotations
 
 import os
@@ -25,29 +23,24 @@ from .textfiles import opened, read_lines, whole_content
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
     url: str
-    """Path as the user gave it."""
     root: Path
     files: tuple[str, ...]
-    """Paths relative to `root`, in natural order: step_2 before step_10."""
+    """Paths relative to `root` in natural order (step_2 before step_10)."""
     is_file: bool = False
-    """True if the user gave a single file, which may be a symlink."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take a single file. Raises ImportFailed.
-
-        Links that point outside the folder are not followed, and only regular files are opened.
-        """
+        """List a folder's files, or take a single file. Links pointing outside the folder are not followed."""
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
-                f"{url}: only the parquet format can be read from a URL; copy the folder to this machine first"
+                f"{url}: only the parquet format can be read from a URL. Copy the folder to this machine first"
             )
         given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
-            raise ImportFailed(f"{url}: not found; give the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found. Give the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
         for base, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -55,32 +48,29 @@ class DumpFolder:
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """Yield each file whose path ends in a match for `pattern`, with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for irregular files and links that point outside the folder."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path}: is a link that points outside the folder, and such links are not followed; import its target"
+                f"{path}: is a link pointing outside the folder, which is not followed. Import its target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ImportFailed(f"{path}: is not a regular file; remove it")
+                raise ImportFailed(f"{path}: is not a regular file. Remove it")
         except OSError as error:
-            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
+            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path of `other` in the same folder as `name`, relative to the root; None if it is missing."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         return found if (self.root / found).is_file() else None
 
@@ -93,7 +83,6 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
-    """Return the size and hash of a file, or of its first `lines` lines or `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         whole = iter(lambda: file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)), b"")
@@ -105,32 +94,26 @@ def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: all files of one step, or one file with rows from several steps."""
+    """Files that are read together: all files for one step, or one file with rows from several steps."""
 
     files: tuple[str, ...]
     step: int | None = None
-    """Step of all rows; None if each row states its own."""
+    """Step for all rows, or None if each row states its own."""
     waits_for: str | None = None
-    """Why the part is incomplete, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """The input of the reader of one part of a dump, and what the reader reports back."""
-
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
-    """Fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """For each JSON Lines file: the first line not yet imported, from 1."""
+    """Each JSON Lines file's first line not yet imported (from 1)."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """For each JSON Lines file: the last complete line, set by the reader."""
+    """Each JSON Lines file's last complete line. Set by the reader."""
     partial: bool = False
-    """True to read incomplete files as far as possible."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Size and hash of each file read in full."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -149,40 +132,38 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Converts a record (its fields, name and number in the file) to rows: dicts of cells by column."""
+"""Converts a record (fields, name, number in the file) to rows: dicts of cells by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. It needs no functions if the files are JSON Lines with one row per line."""
+    """A framework's dump format. JSON Lines files with one row per line need no functions."""
 
     name: str
     writes: str
     """Option that makes the framework write this format."""
     files: str
-    """File names, as shown in the docs and in messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Candidate fields in the file for each trace column; the first one that exists is read."""
+    """Candidate fields for each trace column. The first existing one is read."""
     alignment: str
-    """How values align with tokens, and which values are placeholders; shown in the docs."""
+    """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
-    """Regular expression for the end of each file's path; its group, if any, is the step."""
+    """Regular expression for the end of each file's path. Its group, if any, is the step."""
     keys: frozenset[str] = frozenset()
-    """Keys that the first object in the first file must have. They are needed if other formats use the same file names.
-    """
+    """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """For each pass: why the files may lack its logprobs, and how to get them."""
+    """For each pass, why files may lack its logprobs and how to get them."""
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Detects this format in a folder; None if `pattern` and `keys` suffice."""
+    """Detects this format in a folder. None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Groups a folder's files by step; None if each file is read on its own. Raises ImportFailed."""
+    """Groups a folder's files by step. None if each file is read on its own."""
     rows: RowsOf | None = None
-    """Converts a line to rows; None if each line is one row of plain fields. Raises ImportFailed."""
+    """Converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
+    """Yields a part's rows. None for JSON Lines files."""
 
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
@@ -206,7 +187,6 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return a JSON Lines file's first object; empty if it has none or cannot be read."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -218,10 +198,7 @@ def read_rows(
     records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines, unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:  # fmt: skip
-    """Yield the rows of a part's files, converting each record with `rows_of`.
-
-    A row without seq_id is named after its file and record number; a row without step gets the part's step.
-    """
+    """Yield rows from a part's files. Rows without seq_id are named after their file and record number."""
     budget = reading.budget()
     for name in reading.part.files:
         path = reading.folder.path(name)

@@ -1,5 +1,3 @@
-"""The simplest formats, a table of all formats, and detection for `auto`."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ OPEN_INSTRUCT = Format(
     needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines have no logprobs",
-        "train": "open-instruct writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
+        "train": "open-instruct writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -51,13 +49,13 @@ AREAL = Format(
     writes="the workflow's dump_dir",
     files="rollout/<version>/<task>.jsonl",
     columns={"group_id": ("task_id",), "policy_version": ("tail_version", "head_version"), "reward": ("reward",)},
-    alignment="text only, no token ids or logprobs; the version in the folder name is the step",
+    alignment="text only, no token ids or logprobs. The version in the folder name is the step",
     pattern=r"(\d+)/[^/]+\.jsonl",
     keys=frozenset({"head_version", "tail_version"}),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "AReaL dumps only text; record the input_ids, logprobs and prox_logp of each batch with tim_trace.Recorder, or "
-        "write them to Parquet",
+        "AReaL dumps only text. Record each batch's input_ids, logprobs and prox_logp with tim_trace.Recorder, or write "
+        "them to Parquet",
     ),
     lines=True,
 )
@@ -79,7 +77,7 @@ def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]
     lengths = {len(value) for value in lists.values()}
     if len(lengths) != 1:
         raise ImportFailed(
-            f"{where}: its columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
+            f"{where}: its columns are lists with different lengths: {', '.join(map(str, sorted(lengths)))}"
         )
     return [
         {name: value[place] if name in lists else value for name, value in record.items()}
@@ -92,13 +90,13 @@ MS_SWIFT = Format(
     writes="`--log_completions true`",
     files="completions.jsonl",
     columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
     pattern=r"completions\.jsonl",
     keys=frozenset({"step", "prompt", "completion"}),
     rows=_swift_rows,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs; record its batches with "
+        "log_completions writes text and rewards but no token ids or logprobs. Record its batches with "
         "tim_trace.Recorder, or write them to Parquet",
     ),
     lines=True,
@@ -109,7 +107,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Text is not read: it can be large, and a trace does not store it."""
+    """Text is not read, because it can be large and a trace does not store it."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -128,12 +126,12 @@ TRL = Format(
     writes="`log_completions=True`",
     files="completions/completions_<step>.parquet",
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
     pattern=r"completions_(\d+)\.parquet",
     read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs; record the run: tim-trace record -o "
+        "log_completions writes text and rewards but no token ids or logprobs. Record the run: tim-trace record -o "
         "RUN -- python train.py",
     ),
 )
@@ -157,7 +155,6 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
 
 
 def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
-    """Join the turns into one row's cells; empty if they have no token ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):
@@ -168,12 +165,12 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not continue the tokens of the previous turns; turn {place} was "
+                f"{turn.where}: its prompt does not continue the previous turns' tokens, so turn {place} was "
                 "re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):
             raise ImportFailed(
-                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; there must be one per token"
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens, expected one per token"
             )
         between = len(before) - len(whole)
         whole = np.concatenate([before, sampled])
@@ -204,13 +201,13 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="the completion_logprobs are aligned with a turn's completion_token_ids; tokens between turns are masked "
-    "and have no logprobs; the newest policy version is used as the step; validation rollouts are skipped",
+    alignment="completion_logprobs are aligned with a turn's completion_token_ids. Tokens between turns are masked "
+    "and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={
-        "rollout": "the turns lack token ids or completion_logprobs; turn on their recording in RolloutSampleRecorder",
-        "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
+        "rollout": "the turns lack token ids or completion_logprobs. Enable them in RolloutSampleRecorder",
+        "train": "RolloutSampleRecorder writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -225,11 +222,10 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """Detect a folder's format; None if none matches. Raises ImportFailed if several match."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
-            f"{folder.url}: contains files of {' and of '.join(found)}; name the format, for example: tim-trace "
+            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, e.g. tim-trace "
             f"import {found[0]} PATH"
         )
     return found[0] if found else None

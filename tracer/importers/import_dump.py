@@ -1,5 +1,3 @@
-"""Import a framework's dump into a new trace, or add its new files to an earlier import."""
-
 from __future__ import annotations
 
 import os
@@ -36,28 +34,26 @@ def import_dump(
 ) -> Imported:
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
-    `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine;
-    docs/reference/import-formats.md lists the files and fields of each. `map` maps field names in the files to columns,
-    for releases that renamed a field; a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample`
-    a share of the sequences, chosen by a hash of their names. Incomplete steps and half-written files are skipped and
-    listed; import again later, or set `partial` to read them as far as they go.
+    `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
+    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
+    files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
+    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed. Import again
+    later, or set `partial` to read them as far as possible.
 
-    `path` is a file or a folder; for the parquet format it may also be a URL that fsspec can open.
+    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. Memory use is
+    limited to one step or 512 JSON Lines rows.
 
-    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
-    Memory use is limited to one step, or to 512 rows of a JSON Lines file.
-
-    Raises ImportFailed with the file, field and row; the output is then left unchanged.
+    Raises ImportFailed with file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
-        raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+        raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
     if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed(
-                "does not apply to the parquet format, which has no incomplete steps; remove this option",
+                "does not apply to the parquet format, which has no incomplete steps. Remove this option",
                 option="partial",
             )
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
@@ -65,7 +61,7 @@ def import_dump(
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
-    # These must be the same in every import into one trace.
+    # These must match in every import into the same trace.
     options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
@@ -103,13 +99,12 @@ def import_dump(
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
     other = recognised(folder)
-    remedy = "give the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
-    return f"contains no {format.files}; {remedy}"
+    remedy = "Give the folder that the framework wrote to" if other in (None, format.name) else f"Import it as {other}"
+    return f"contains no {format.files}. {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so that the names of a finished step's sequences can be
-    forgotten."""
+    """Return True if each step is one part and steps increase, so that finished steps' names can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -119,7 +114,6 @@ def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
     before: _Before | None, *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
-    """Record all parts, with the size and hash of their files; return the fields that were read."""
     seen: set[str] = set()
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
@@ -140,15 +134,12 @@ _NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """What earlier imports into a trace have read, and with which options."""
-
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes
         self.num_known = 0
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read earlier imports; None unless the path holds a trace imported from this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -156,10 +147,9 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, and the rows of a {format.name} dump cannot be matched to its sequences: "
-                "they have no ids, the same text can occur several times in a step, and a truncated text looks like a "
-                "finished one. The recording already has the rewards and advantages; to import the dump anyway, choose "
-                "another folder"
+                f"{output}: is a recorded run, and rows from a {format.name} dump cannot be matched to its sequences, "
+                "because they have no ids. The recording already has the rewards and advantages. To import the dump "
+                "anyway, choose another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -167,16 +157,15 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_shown_options(found)}, but now {_shown_options(options)} was given; give the same "
+                f"{output}: was imported with {_shown_options(found)}, not {_shown_options(options)}. Give the same "
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
-        # A file that grew between imports has one entry per import; keep the entry with the most lines.
+        # A file that grew between imports has one entry per import. Keep the longest.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 
     def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
-        """Return the parts that are not yet in the trace. Raises ImportFailed if an imported file has changed."""
         found = []
         for part in parts:
             known = [name for name in part.files if name in self.sources]
@@ -185,25 +174,24 @@ class _Before:
             if len(known) < len(part.files) and known:
                 new = next(name for name in part.files if name not in self.sources)
                 raise ImportFailed(
-                    f"{folder.url}: {new} is a new file of step {part.step}, which is already imported into "
-                    f"{self._url}; import to another folder, or replace that trace with --force"
+                    f"{folder.url}: {new} is a new file for step {part.step}, already imported into "
+                    f"{self._url}. Import to another folder, or replace that trace with --force"
                 )
             if not known or grown:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url}: was imported from another folder; none of its files is in {folder.url}. Choose another "
-                f"folder for the trace, or replace the existing one with --force"
+                f"{self._url}: was imported from another folder, and none of its files is in {folder.url}. Choose another "
+                f"output folder, or replace the trace with --force"
             )
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """Return True if lines were appended. Raises ImportFailed if earlier content has changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
             raise ImportFailed(
-                f"{path}: has changed since it was imported; import to another folder, or replace the trace with --force"
+                f"{path}: has changed since it was imported. Import to another folder, or replace the trace with --force"
             )
         return size > known.num_bytes
 
@@ -213,12 +201,11 @@ class _Before:
 
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
-    """List the files at a path; None if only `import_parquet` can read the path. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
     if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty; give the folder that the framework wrote to")
+        raise ImportFailed(f"{folder.url}: is empty. Give the folder that the framework wrote to")
     return folder
 
 
@@ -231,7 +218,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
     for theirs, ours in given.items():
         if ours and ours not in columns:
             raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}; {format.name} supplies {', '.join(columns)}", option="map"
+                f"{theirs!r} cannot be mapped to {ours!r}. {format.name} supplies {', '.join(columns)}", option="map"
             )
         if ours:
             columns[ours] = (theirs,)
@@ -241,7 +228,6 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
 def _chosen_steps(
     format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
 ) -> frozenset[int] | None:
-    """Return the selected steps, or None for all. JSON Lines files are read through once to find their steps."""
     if steps == ALL_STEPS:
         return None
     there = {part.step for part in parts if part.step is not None}

@@ -1,5 +1,3 @@
-"""Kinds of imported columns: which cells are valid, and how they convert to the trace's types."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """Some values in a column are invalid; the caller finds the row."""
+    """Some values in a column are invalid. The caller finds the row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -32,17 +30,16 @@ class Kind:
     """Converts a plain Arrow array, not all NULL, to `type`. Raises WrongValues or an Arrow error."""
     nullable: bool = True
     element: Kind | None = None
-    """Kind of list elements; None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`; an all-NULL array may have any type. Raises WrongValues or an Arrow error."""
+        """An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array [1]; lists may mix types, unlike in Arrow. Raises one of WRONG."""
+        """Convert one Python value to an array [1]. Lists may mix types, unlike in Arrow."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -70,8 +67,6 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns whose cells all match `kind`, or are all lists that match `other`."""
-
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
 
@@ -122,7 +117,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert to float32, which frameworks use for these values. Rounding is allowed, overflow is not."""
+    """Frameworks use float32 for these values. Rounding is allowed, overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -143,8 +138,6 @@ def _convert_flags(array: pa.Array) -> pa.Array:
 
 
 def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Return a kind for integers from `low` to `high`, stored as integers or floats."""
-
     def convert(array: pa.Array) -> pa.Array:
         if not _is_numeric(array.type):
             raise WrongValues
@@ -172,20 +165,20 @@ def _convert_names(array: pa.Array) -> pa.Array:
 
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
-"""Takes True and False as 1 and 0, because a reward is often the result of a check."""
+"""Takes True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
 FLAGS = list_of(
-    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or of false and true"
+    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or false and true"
 )
 TOKENS = list_of(
     required(integer("a token id", pa.int32(), 0, INT32_MAX)),
-    f"a list of token ids, whole numbers from 0 to {INT32_MAX}",
+    f"a list of token ids (0 to {INT32_MAX})",
 )
 STEP = required(integer("a non-negative integer", pa.int64(), 0, INT64_MAX))
 VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
-COUNT = integer(f"a whole number of at most {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
+COUNT = integer(f"a whole number up to {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
 
 
 def _convert_rewards(array: pa.Array) -> pa.Array:
@@ -200,7 +193,7 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
     return pa.array(filled, tables.REWARDS)
 
 
-REWARDS = Kind(wants="a record of numbers, one per reward function", type=tables.REWARDS, convert=_convert_rewards)
+REWARDS = Kind(wants="a record with one number per reward function", type=tables.REWARDS, convert=_convert_rewards)
 
 _OF_TYPE = {
     pa.float64(): NUMBER,

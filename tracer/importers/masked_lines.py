@@ -1,10 +1,5 @@
-"""Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask.
-
-The response begins at the first token in the loss mask. A prime-rl line is a packed row, which may hold several
-sequences. NeMo-RL wraps each value in a list of one element.
-
-Shapes: S tokens in a packed row, or the padded sequence length.
-"""
+"""Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask. The response begins at the first token in the
+mask. A prime-rl line is a packed row, possibly with several sequences. NeMo-RL wraps values in one-element lists."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     for step, names in sorted(steps.items()):
         unstable = [name for name in names if folder.beside(name, _MARKER) is None]
         waits = (
-            f"step {step} has no {_MARKER} file yet, so it was skipped; import again later, or use --partial"
+            f"step {step} has no {_MARKER} file yet, so it was skipped. Import again later, or use --partial"
             if unstable
             else None
         )
@@ -61,7 +56,7 @@ def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Split a line into sequences where positions restart at 0; skip those without a token in the loss."""
+    """Split a line into sequences where positions restart at 0. Skip those without a token in the loss."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
@@ -105,8 +100,8 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="the value at index i belongs to token_ids[i]; the first token of a sequence has no logprob; null means "
-    "no logprob; the response begins at the first token in the loss mask",
+    alignment="the value at index i belongs to token_ids[i]. A sequence's first token has no logprob. null means "
+    "no logprob. The response begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
     read=lambda reading: read_rows(reading, _prime_rows, at_once=64),
@@ -134,7 +129,7 @@ def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Lists in the file are padded on the right, and the token at index 0 has no logprob."""
+    """Lists in the file are right-padded, and the token at index 0 has no logprob."""
     tokens, mask = _tokens(fields)
     length = fields.integer("length")
     length = len(tokens) if length is None else length
@@ -173,12 +168,12 @@ def _cells(fields: Fields) -> dict[str, Any]:
 
 NEMO_RL = Format(
     name="nemo-rl",
-    writes="the logger, by default (not with NeMo-Gym's response logging)",
+    writes="the logger by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=_NEMO_RL_COLUMNS,
-    alignment="the value at index i belongs to token_ids[i]; index 0 has no value; values are 0 for prompt and tool "
-    "tokens; if all prev_logprobs are 0, they were not computed (force_on_policy_ratio)",
+    alignment="the value at index i belongs to token_ids[i]. Index 0 has no value. Values are 0 for prompt and tool "
+    "tokens. If all prev_logprobs are 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
-    lacks={"train": "prev_logprobs are all 0; NeMo-RL computes them only with force_on_policy_ratio=false"},
+    lacks={"train": "prev_logprobs are all 0. NeMo-RL computes them only with force_on_policy_ratio=false"},
 )

@@ -1,9 +1,7 @@
 """Import miles: rollout dumps, and train dumps with one file per rank.
 
 Tensor-parallel ranks repeat the same data, data-parallel ranks hold different samples, and context-parallel ranks hold
-different tokens of the same samples. In the zig-zag layout, rank r of c holds chunks r and 2c-1-r of 2c.
-
-Shapes: T response tokens, S tokens in prompt and response together.
+different tokens from the same samples. In the zig-zag layout, rank r out of c holds chunks r and 2c-1-r out of 2c.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Return the two ranges [start, end) of response tokens that a context-parallel rank holds.
+    """Return the two response token ranges [start, end) held by a context-parallel rank.
 
-    `total` counts prompt and response tokens (S), `length` response tokens (T). A chunk has ceil(S / (2 size)) tokens
-    unless `chunk` is given. The logits at position p predict token p + 1.
+    `total` counts prompt and response tokens, `length` only response tokens. Logits at position p predict token p + 1.
 
     >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
     ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
@@ -62,7 +59,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         if "rollout_data" in record:
             size = max(size, _add_rank(reading, ranked, record, str(path), budget))
         elif "format_version" in record:
-            raise ImportFailed(f"{path}: is a train dump of slime; import it with: tim-trace import slime PATH -o RUN")
+            raise ImportFailed(f"{path}: is a slime train dump. Import it with: tim-trace import slime PATH -o RUN")
         else:
             add_rollout(reading, samples, record, str(path), budget)
     for name, sample in ranked.items():
@@ -78,7 +75,6 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 class _Sample:
     cells: dict[str, Any]
     total: int
-    """Number of prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
     """Values by column and context-parallel rank. Tensor-parallel ranks all have the same values."""
@@ -92,14 +88,14 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
         part = next(iter(parts.values()))
         if len(part) != length:
             raise ImportFailed(
-                f"{where} has {len(part)} values for {length} response tokens; dumps of context-parallel ranks cannot "
-                "be joined without cp_rank"
+                f"{where} has {len(part)} values for {length} response tokens. Without cp_rank, context-parallel "
+                "ranks cannot be joined"
             )
         return part
     lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
     if lacking and not partial:
         raise ImportFailed(
-            f"{where} is missing context-parallel rank {lacking[0]} of {size}; copy that rank's file too"
+            f"{where} is missing context-parallel rank {lacking[0]} of {size}. Copy that rank's file too"
         )
     values, known = np.zeros(length, np.float64), np.zeros(length, bool)
     for rank, part in parts.items():
@@ -118,10 +114,7 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
 def _add_rank(
     reading: Reading, ranked: dict[str, _Sample], record: Mapping[str, Any], where: str, budget: Budget
 ) -> int:
-    """Add one rank's file, a dict of lists with one element per sample; return the number of context-parallel ranks.
-
-    The file's raw_reward, which covers the whole batch, is skipped.
-    """
+    """Return the number of context-parallel ranks. raw_reward is skipped because it covers the whole batch."""
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):
@@ -142,7 +135,7 @@ def _add_rank(
         parts = ranked.setdefault(name, made).parts
         for column, values in values_of(each).items():
             if len(parts.setdefault(column, {}).setdefault(rank, values)) != len(values):
-                raise ImportFailed(f"{where}, sample {name}: the lengths of {column} differ between two ranks")
+                raise ImportFailed(f"{where}, sample {name}: {column} has different lengths on two ranks")
     return size
 
 
@@ -159,8 +152,8 @@ MILES = replace(
     SLIME,
     name="miles",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
-    alignment="same as slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel "
-    "ranks have the same data",
+    alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
+    "Tensor-parallel ranks have the same data",
     recognises=lambda folder: framework_of(folder) == "miles",
     read=_read,
     lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},

@@ -1,5 +1,3 @@
-"""Import files in the neutral format: Parquet or JSON with one row per sequence and the trace's column names."""
-
 from __future__ import annotations
 
 import os
@@ -41,19 +39,18 @@ def import_parquet(
 ) -> Imported:
     """Convert Parquet or JSON files with the trace's column names to a trace.
 
-    Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
-    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`,
-    `top2_gap` and all other arguments of Recorder.add_sequences. `advantage` is a number or a list, `rewards` a record
-    of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`),
-    it is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` maps
-    column names in the files to the trace's; a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
-    `sample` a share of the sequences, chosen by a hash of their names.
+    `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
+    sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap` and all
+    other Recorder.add_sequences arguments. `advantage` is a number or a list, `rewards` a record of numbers. Lists are
+    aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
+    maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
+    `sample` selects a share of the sequences by hashing their names.
 
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
     logprobs near 0 for the same tokens (see ZeroLists).
 
-    Raises ImportFailed with the file, column and row. After an error nothing is written to `output`, and with `force`
-    an existing trace is kept.
+    Raises ImportFailed with file, column and row. After an error, nothing is written and an existing trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
@@ -83,7 +80,6 @@ def import_parquet(
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """Return the selected steps, or None for all. Finding them reads every file's step column."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
@@ -102,14 +98,14 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
             raise ImportFailed(
-                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}); map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
+                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where}: has no logprobs (found: {listed_names(list(found))}); map your column to "
-            f"{' or '.join(PASSES)}, for example theirs={next(iter(PASSES))}"
+            f"{where}: has no logprobs (found: {listed_names(list(found))}). Map your column to "
+            f"{' or '.join(PASSES)}, e.g. theirs={next(iter(PASSES))}"
         )
 
 
@@ -127,7 +123,6 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the file's rows; requested columns that the file lacks are left out. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -152,20 +147,16 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List the files at a path, in a folder or matching a pattern; metrics.* files are listed separately. Raises
-        ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
         metrics = [name for name in found if posixpath.basename(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(
-                f"{url}: contains no {_READ} file; give a folder of such files, a single file, or a pattern with *"
-            )
+            raise ImportFailed(f"{url}: contains no {_READ} file. Give a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if its content has one of these formats")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content has one of these formats")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -191,23 +182,18 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
     if filesystem.exists(path):
         beside = posixpath.join(posixpath.dirname(path), f"{METRICS}.parquet")
         return [path, beside] if beside != path and filesystem.exists(beside) else [path]
-    raise ImportFailed(f"{url}: not found; give a {_READ} file, or a folder of such files")
+    raise ImportFailed(f"{url}: not found. Give a {_READ} file, or a folder with such files")
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:
-    """Parse strings `theirs=ours` into the `map` of `import_parquet`. Raises ImportFailed.
-
-    >>> parse_map(["completion_ids=response_ids"])
-    {'completion_ids': 'response_ids'}
-    """
     found: dict[str, str] = {}
     for text in texts:
         theirs, equals, ours = text.rpartition("=")
         if not equals or not theirs:
-            raise ImportFailed(f"got {text!r}; give theirs=ours, for example completion_ids=response_ids", option="map")
+            raise ImportFailed(f"got {text!r}, expected theirs=ours, e.g. completion_ids=response_ids", option="map")
         if found.setdefault(theirs, ours) != ours:
             raise ImportFailed(
-                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}; map it once", option="map"
+                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it once", option="map"
             )
     return found
 
@@ -216,15 +202,14 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
-            raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
+            raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
             raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}; the columns of a trace are {', '.join(KNOWN)}", option="map"
+                f"{theirs!r} cannot be mapped to {ours!r}. A trace has the columns {', '.join(KNOWN)}", option="map"
             )
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Map the file's columns to the trace's. Raises ImportFailed if two get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:
@@ -232,11 +217,11 @@ def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> di
         if ours not in KNOWN:
             continue
         if theirs in names:
-            raise ImportFailed(f"{file}: has two columns named {theirs!r}; rename one")
+            raise ImportFailed(f"{file}: has two columns named {theirs!r}. Rename one")
         if ours in owner:
             spare = theirs if theirs == ours else owner[ours]
             raise ImportFailed(
-                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}; skip "
+                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}. Skip "
                 f"one with the mapping {spare}="
             )
         owner[ours], names[theirs] = theirs, ours

@@ -1,8 +1,8 @@
 """Read untrusted pickles as data, with an unpickler that never calls anything named in the file.
 
 Python's unpickler imports and calls whatever a file names, and even with an allowlist, the file controls what is
-hashed, copied and allocated. This one supports the opcodes in frameworks' dumps, and an allowlist of names. Each name
-maps to a function defined here that takes and returns plain values; any other name raises an error that states it.
+hashed, copied and allocated. This one supports the opcodes in frameworks' dumps and an allowlist. Each allowed name
+maps to a function defined here that takes and returns plain values. Any other name is an error.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Bytes charged to the budget for each list, dict or tuple, since pickles do not state their sizes in advance."""
+"""Charged to the budget for each list, dict or tuple, because pickles do not state their sizes up front."""
 VIEWED_BYTES = 1 << 16
-"""Byte strings of at least this length stay views of the file instead of being copied."""
+"""Byte strings this long or longer stay views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
-"""Python types that a pickle's byte strings can load as."""
 
 
 class NotPlain(ValueError):
-    """A file contains something other than arrays and plain values, or contains them in an unexpected form."""
+    """A file contains something other than arrays and plain values, or in an unexpected form."""
 
 
 class Budget:
-    """Memory limit for one file: a multiple of its size plus a constant, whatever sizes the file claims."""
+    """Memory limit per file: a multiple of its actual size plus a constant, whatever sizes the file claims."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -40,14 +39,12 @@ class Budget:
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory; no "
+                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory. No "
                 "framework writes such a file"
             )
 
 
 class Known:
-    """An allowed name in a pickle, and the function called in its place."""
-
     __slots__ = ("make",)
 
     def __init__(self, make: Callable[..., Any]):
@@ -55,23 +52,21 @@ class Known:
 
 
 Names = Mapping[tuple[str, str], Known]
-"""Allowlist: a replacement for each (module, name)."""
 Persistent = Callable[[Any], Any]
-"""Resolves a persistent id, which torch uses for storages."""
 
 
 def load(
     data: bytes, names: Names, where: str, budget: Budget, *, start: int = 0, persistent: Persistent | None = None
 ) -> tuple[Any, int]:
-    """Read the pickle at byte `start`; return its value and end. Raises ImportFailed unless it is plain data."""
+    """Read the pickle at byte `start` and return its value and end. Raises ImportFailed unless it is plain data."""
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
     except ImportFailed:
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: incomplete pickle: it ends before its last instruction, or takes values from an empty stack; "
-            "wait until it is written, or copy it again"
+            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until it is "
+            "written, or copy it again"
         ) from error
     except (
         ValueError,
@@ -99,7 +94,7 @@ class _Machine:
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
         stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
-        while True:  # most frequent opcodes first: torch.save writes about thirty per tensor
+        while True:  # most frequent opcodes first: torch.save writes about 30 per tensor
             code = data[position]
             position += 1
             if code == 0x71:  # BINPUT
@@ -189,7 +184,7 @@ class _Machine:
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute a less frequent opcode, one without an inline argument, and return the current stack."""
+        """Execute a less frequent opcode without an inline argument, and return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -223,7 +218,7 @@ class _Machine:
             if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("it sets the state of an object that has none")
+                raise NotPlain("it sets state on an object that has none")
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
@@ -234,10 +229,10 @@ class _Machine:
 
     def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
         if type(target) is not dict or len(items) % 2:
-            raise NotPlain("it sets items of something other than a dictionary")
+            raise NotPlain("it sets items on something other than a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise NotPlain(f"it has a key of type {type(key).__name__}")
+                raise NotPlain(f"it has a {type(key).__name__} key")
             target[key] = value
         return target
 
@@ -246,16 +241,15 @@ class _Machine:
         if known is None:
             shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
             raise ImportFailed(
-                f"{self._where}: uses {shown[:120]}, which is not an allowed class; the file was not read, and "
+                f"{self._where}: uses {shown[:120]}, which is not an allowed class. The file was not read, and "
                 "nothing in it was run"
             )
         return known
 
 
 _OWED_BYTES = 1 << 20
-"""The budget is charged whenever more than this is owed."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""Argument size in bytes of the number opcodes: BININT1, BININT2, BININT and BINFLOAT."""
+"""Argument sizes in bytes for BININT1, BININT2, BININT and BINFLOAT."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -263,12 +257,12 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""By opcode: the kind of value it pushes, and the size in bytes of its length field."""
+"""By opcode: the value's kind and the length field's size in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""Argument size in bytes of the opcodes that have no effect here: PROTO and FRAME."""
+"""Argument sizes in bytes for opcodes without effect here: PROTO and FRAME."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Empty container by opcode. A set becomes a list, so that only dictionary keys are hashed."""
+"""Empty containers. A set becomes a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 
@@ -284,6 +278,6 @@ def _value(kind: str, content: bytes) -> Any:
         return content
     if kind == "integer":
         if len(content) > _LONGEST_INTEGER:
-            raise NotPlain("an integer of more than 512 bits")
+            raise NotPlain("an integer with more than 512 bits")
         return int.from_bytes(content, "little", signed=True)
     return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")

@@ -1,6 +1,6 @@
-"""Detect placeholders for missing logprobs in dumps, and mark them as not recorded.
+"""Detect placeholders for missing logprobs.
 
-Shapes: B sequences, N response tokens in all sequences together, R sequences (out of B) that a pass has scored.
+Shapes: B sequences, R of them scored by a pass, N response tokens.
 """
 
 from __future__ import annotations
@@ -15,37 +15,29 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""Value that some frameworks write in place of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes over the same policy: a token with probability 1 in one of them should have it in all."""
+"""Passes over the same policy. If a token has probability 1 in one of them, it should in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""A token with |logprob| up to this, the rounding error of a bfloat16 logprob, counts as having probability 1."""
+"""Tokens with |logprob| up to this (bfloat16 rounding error) count as having probability 1."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
-"""Verdicts on a list of zeros: logprobs, placeholders, or undecided until the end of the import."""
+"""Verdicts on a list of zeros: logprobs, placeholders, or undecided until the import ends."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Number of placeholders found, by kind."""
-
     clamped: int = 0
-    """Number of values of -9999."""
     masked_zeros: int = 0
-    """Number of 0.0 values outside the loss mask."""
     all_zero: int = 0
-    """Number of 0.0 values in all-zero lists, unless another pass gives the tokens probability 1."""
+    """0.0 values in all-zero lists, unless another pass gives the tokens probability 1."""
     certain: int = 0
-    """Number of zeros that were kept in lists of two or more zeros, because another pass also gives the tokens
-    probability 1."""
+    """Zeros kept in lists with two or more zeros, because another pass also gives the tokens probability 1."""
 
     @property
     def total(self) -> int:
-        """Number of values that became NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark -9999 values and masked 0.0 values as not recorded, and count them."""
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
@@ -60,27 +52,24 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """One pass's logprobs for R of the B sequences."""
-
     rows: np.ndarray
-    """[R] int64 indices of the scored sequences among the B."""
+    """[R] int64 indices into the B sequences."""
     logprobs: Ragged
 
 
 class ZeroLists:
-    """Decides whether lists of only 0.0 are placeholders, or logprobs of a policy that gives every token probability 1.
+    """Decides whether lists with only 0.0 are placeholders, or logprobs from a policy that gives every token
+    probability 1.
 
-    The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of
-    0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. A pass that
-    has only 0.0 in the whole import counts as never filled in, and all its values become NULL, unless other passes of
-    the same policy have values and these are all 0.0 as well.
+    They are logprobs if another pass over the same policy has values for the same tokens, all within CERTAIN_NATS of 0.
+    Otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. A pass with
+    only 0.0 in the whole import counts as never filled in and becomes NULL, unless the same policy's other passes have
+    values and those are all 0.0 too.
     """
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-        """Passes with a value so far."""
         self.filled: set[str] = set()
-        """Passes with a value other than 0.0 so far."""
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """Return [R] verdicts for each pass: KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
@@ -124,13 +113,11 @@ class ZeroLists:
         return found
 
     def was_never_filled(self, name: str) -> bool:
-        """Return True if a pass that has only 0.0 at the end of the import was never filled in."""
         others = {other for other in POLICY if other != name}
         return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Count the values in lists that consist of two or more zeros."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -147,7 +134,6 @@ def _known(logprobs: Ragged) -> np.ndarray:
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return an [R] bool mask of lists with at least one recorded value, all of them 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
@@ -158,7 +144,6 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Count the set flags in each sequence, [B]."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

@@ -17,7 +17,7 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step for responses that have none, because they were not sampled in training."""
+"""For responses without a step, because they were not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
@@ -34,7 +34,6 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield numbered objects of a JSON Lines file, or of a .json file with one object or an array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):
@@ -50,7 +49,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Split a saved object into response and request; without a saved request, the object itself serves as one."""
+    """Split a saved object into response and request. Without a saved request, the object itself serves as one."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -62,10 +61,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format of a server's responses. A response of this format is recognised by its key `key`.
-
-    `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
-    """
+    """Return a server's response format, recognised by `key`. `rollout` is the note if logprobs are missing."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)
@@ -83,15 +79,15 @@ def response_format(
         lines=True,
         lacks={
             "rollout": rollout,
-            "train": "responses have only the engine's logprobs; write them to Parquet with the trainer's logprobs "
-            "of the same tokens, and import that with `tim-trace import parquet`",
+            "train": "responses have only the engine's logprobs. Write them to Parquet with the trainer's logprobs "
+            "for the same tokens, and import that with `tim-trace import parquet`",
         },
         **told,
     )
 
 
 _SAMPLED = f"rollout/sampling{LOGPROBS}"
-"""Column for logprobs under the sampling distribution, after temperature and truncation."""
+"""Logprobs under the sampling distribution, after temperature and truncation."""
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -104,10 +100,10 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
     if entries is not None:
         values, given = entries
         if ids is not None and not np.array_equal(ids, given):
-            raise ImportFailed(f"{fields.where}: output_ids differ from the tokens of output_token_logprobs")
+            raise ImportFailed(f"{fields.where}: output_ids differ from the tokens in output_token_logprobs")
         ids = given
     if ids is None:
-        raise ImportFailed(f"{fields.where}: has no token ids; request them from SGLang with return_logprob=true")
+        raise ImportFailed(f"{fields.where}: has no token ids. Request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
     before = _triples(own, "prompt") if prompt is None else None
     reason = meta.get("finish_reason")
@@ -127,7 +123,7 @@ def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in found):
-        raise ImportFailed(f"{fields.where}: {column} is not a list of (logprob, token id, text)")
+        raise ImportFailed(f"{fields.where}: {column} is not a list with (logprob, token id, text) entries")
     pair = fields.of(
         {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}, fields.where, v="v", i="i"
     )
@@ -156,10 +152,10 @@ SGLANG = response_format(
         "finish_reason": ("type",),
     },
     name="sglang",
-    writes="your client: responses of `/generate`, requested with return_logprob=true",
-    alignment="each output token has a (logprob, id, text) in output_token_logprobs; output_token_sampling_logprobs "
-    "become the pass rollout/sampling, and rollout minus rollout/sampling is the log of the mass kept by truncation",
-    rollout="the responses have no logprobs; request them with return_logprob=true",
+    writes="your client from `/generate` responses, requested with return_logprob=true",
+    alignment="each output token has a (logprob, id, text) in output_token_logprobs. output_token_sampling_logprobs "
+    "become the pass rollout/sampling, and rollout minus rollout/sampling is the log mass kept by truncation",
+    rollout="the responses have no logprobs. Request them with return_logprob=true",
 )
 
 
@@ -186,7 +182,6 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return a choice's tokens and logprobs, from a completion or a chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]
@@ -200,7 +195,7 @@ def _ids(tokens: list[Any], where: str) -> np.ndarray:
     numbers = [int(match[1]) for match in found if match is not None]
     if len(numbers) != len(tokens) or not tokens or max(numbers) >= 2**31:
         raise ImportFailed(
-            f"{where}: has no token ids; request them from vLLM with return_token_ids=true (or "
+            f"{where}: has no token ids. Request them from vLLM with return_token_ids=true (or "
             f"return_tokens_as_token_ids=true) and logprobs"
         )
     return np.array(numbers, np.int32)
@@ -216,7 +211,7 @@ VLLM = response_format(
         "finish_reason": ("finish_reason",),
     },
     name="vllm",
-    writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
+    writes="your client from `/v1/completions` or `/v1/chat/completions` responses, requested with logprobs and return_token_ids=true",
     alignment="logprobs are aligned with the choice's token_ids, or with tokens written as token_id:<id>",
-    rollout="the responses have no logprobs; request them with logprobs=1 (chat: logprobs=true)",
+    rollout="the responses have no logprobs. Request them with logprobs=1 (chat: logprobs=true)",
 )

@@ -1,6 +1,6 @@
-"""Record imported rows: group them by step, turn placeholders into NULL, and record each logprob column as a pass.
+"""Record imported rows by step, and each logprob column as a pass.
 
-Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
+Shapes: B sequences in one step, R of them scored by a pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns, recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
+"""Other score columns. Recorded with the first available pass: `train`, `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -53,28 +53,25 @@ class Imported:
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Number of response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Number of logprobs above 0, which are invalid but kept unchanged."""
+    """Invalid logprobs above 0. They are kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Number of files read in this import; 0 for the parquet format."""
+    """Files read in this import, or 0 for the parquet format."""
     num_known_files: int = 0
-    """Number of files already in the trace from earlier imports."""
     held_back: tuple[str, ...] = ()
-    """Incomplete parts of the dump, left for a later import; one sentence each."""
+    """Incomplete parts left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
-    """Passes without logprobs in the files; one sentence each."""
+    """Passes without logprobs in the files, one sentence each."""
 
 
 class RowImport:
-    """An import in progress: records rows as they are read; `result` is complete once the import is closed."""
+    """An import in progress. `result` is complete once the import is closed."""
 
     def __init__(self, folder: Path, source: str, path: str, selection: Selection, *, ordered: bool):
-        """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
@@ -85,9 +82,7 @@ class RowImport:
         self._num_read = 0
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
-        """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """For each pass: the note to record if no row has logprobs of the pass."""
         self._where = path
 
     @property
@@ -96,7 +91,6 @@ class RowImport:
 
     @contextmanager
     def recording(self) -> Iterator[RowImport]:
-        """Finish and close the import at the end of the block. Raises ImportFailed for rows that cannot be recorded."""
         try:
             try:
                 yield self
@@ -110,23 +104,22 @@ class RowImport:
     def check_any(self) -> None:
         path = self._contract["path"]
         if not self._num_read:
-            raise ImportFailed(f"{path}: contains no rows; give files with one row per sequence")
+            raise ImportFailed(f"{path}: contains no rows. Give files with one row per sequence")
         if not self.result.num_sequences:
-            raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
+            raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Declare a pass and its contract, whose `logprobs_note` says why the pass has no logprobs."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps file columns to trace columns, and `passes` maps trace columns to passes. Raises
-        ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
-            raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
+            raise ImportFailed(
+                f"{rows.file}: {rows.place(0)} has no {lacking}, but each row needs {KINDS[lacking].wants}"
+            )
         given = columns.list("seq_id") or [
             str(number) for number in range(self._num_read, self._num_read + columns.num_rows)
         ]
@@ -199,7 +192,6 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """Return a pass's logprobs, with -9999 and masked 0.0 marked as not recorded."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -210,7 +202,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores; zeros become NULL if the verdict is HOLES, and wait for `_settle` if it is OPEN."""
+        """Record a pass's scores. HOLES turns zeros into NULL, and OPEN defers them to `_settle`."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -246,7 +238,7 @@ def open_import(
     output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:  # fmt: skip
-    """Open a RowImport for a new or a growing trace; a failed import leaves no files behind. Raises ImportFailed."""
+    """Open a RowImport for a new or a growing trace. A failed import leaves no files behind."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)

@@ -1,7 +1,4 @@
-"""Import SkyRL: TrainingInputBatch objects pickled by `dump_data_batch`, read without SkyRL.
-
-Shapes: B sequences, S padded sequence length, T padded response length.
-"""
+"""Import TrainingInputBatch pickles from SkyRL. Shapes: S padded sequence length, T padded response length."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         array.shape != (len(sequences), width) for array in (*given, *per_token.values())
     ):
         raise ImportFailed(f"{path}: masks and logprobs must all have the shape [{len(sequences)}, response width]")
-    # The tokens before each row's first response token are the prompt.
+    # The prompt ends at each row's first response token.
     there, whole = attention.astype(bool), sequences.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
@@ -77,7 +74,7 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
             found.state if found.state is not None else next((a for a in found.arguments if isinstance(a, dict)), None)
         )
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
-        raise ImportFailed(f"{where}: is not a TrainingInputBatch of SkyRL")
+        raise ImportFailed(f"{where}: is not a SkyRL TrainingInputBatch")
     try:
         return {
             name: _tensor(value, where, budget)
@@ -104,12 +101,12 @@ SKYRL = Format(
     writes="`trainer.dump_data_batch=true`",
     files="dumped_data/global_step_<N>_training_input.pkl",
     columns=COLUMNS,
-    alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask selects the response; "
+    alignment="masks and logprobs are [B, T] for each sequence's last T tokens. response_mask selects the response. "
     "-9999 means no logprob",
     pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={
-        "rollout": "no rollout_logprobs; SkyRL writes them with generator.sampling_params.logprobs=0",
+        "rollout": "no rollout_logprobs. SkyRL writes them with generator.sampling_params.logprobs=0",
         "train": "no action_log_probs",
     },
 )

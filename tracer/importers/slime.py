@@ -1,7 +1,4 @@
-"""Import slime: rollout dumps (miles dumps the same samples), joined with train dumps (format version 2).
-
-Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
-"""
+"""Import slime rollout dumps, joined with train dumps. Shapes: S prompt and response tokens, L layers with a router."""
 
 from __future__ import annotations
 
@@ -41,13 +38,12 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Candidate fields for each column, and for other values that columns are computed from."""
+"""Candidate fields for each column and for other values that columns are computed from."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Group each rollout file with its train files; skip evaluation files."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -65,17 +61,13 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return rollout files and train files, each with its rollout number."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles", judging by the first readable file; None if neither wrote it.
-
-    miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`; slime does neither.
-    """
+    """Return "slime" or "miles". Only miles writes `rollout_data` in train files and `metadata` in rollout files."""
     for names in reversed(dump_files(folder)):
         for name in names:
             try:
@@ -90,7 +82,6 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Split a sample's tokens into prompt and response, which is the last `response_length` tokens."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
@@ -100,7 +91,6 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return a sample's cells, except its per-token values (see `values_of`)."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -119,27 +109,26 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return per-token values by column. An advantage that applies to the whole sample is left out."""
+    """Return per-token values by column, leaving out advantages that apply to the whole sample."""
     one = isinstance(fields.get("advantage"), (int, float))
     given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots]. The file has none for the last token, which had no forward pass."""
+    """Return router choices [S, L, slots]. The last token had no forward pass and is missing in the file."""
     found = fields.array("experts", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
         raise ImportFailed(
             f"{fields.where}: has router choices for {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} "
-            "tokens; leave them out with --map rollout_routed_experts="
+            "tokens. Leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
 
 
 def _version(fields: Fields) -> int | None:
-    """Return the newest weight version that sampled tokens; None unless versions are numbers."""
     found = fields.get("policy_version")
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
@@ -158,7 +147,7 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        raise ImportFailed(f"{where}: is not a dump of samples")
+        raise ImportFailed(f"{where}: is not a sample dump")
     return found
 
 
@@ -172,7 +161,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 def named_fields(
     reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
 ) -> list[tuple[str, Fields]]:
-    """Return each sample's name and fields. The name is its index, with a suffix if the index repeats."""
+    """Return each sample's name and fields. The name is its index plus a suffix if the index repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):
@@ -184,14 +173,11 @@ def named_fields(
 
 
 class StepSamples:
-    """The samples of one step, merged by name from rollout files and train files."""
-
     def __init__(self, step: int):
         self.step = step
         self.cells: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add one file's cells to a sample, without overwriting any."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
@@ -232,7 +218,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         if "format_version" in record:
             _add_trained(reading, samples, record, str(path), names, budget)
         elif "rollout_data" in record:
-            raise ImportFailed(f"{path}: is a train dump of miles; import it with: tim-trace import miles PATH -o RUN")
+            raise ImportFailed(f"{path}: is a miles train dump. Import it with: tim-trace import miles PATH -o RUN")
         else:
             names = add_rollout(reading, samples, record, str(path), budget)
     yield from samples.batches(reading.part.files[0])
@@ -241,7 +227,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump's samples; `rollout_position` is a sample's index in the rollout dump and in `raw_reward`."""
+    """Add a train dump's samples. `rollout_position` indexes the rollout dump and `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"
@@ -277,12 +263,12 @@ SLIME = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>.pt",
     columns=COLUMNS,
-    alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 means no logprob",
+    alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
     recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs; slime writes them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump; --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+        "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )

@@ -1,5 +1,3 @@
-"""Read a dump's files with bounded memory: whole, by line, or as rows of JSON Lines or a JSON array."""
-
 from __future__ import annotations
 
 import json
@@ -18,9 +16,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Longest accepted line, in bytes; enough for a sequence of one million tokens."""
+"""In bytes. Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
-"""Approximate upper limit on the memory that parsed JSON takes, as a multiple of the size of its text."""
+"""Approximate upper limit on parsed JSON's memory use relative to its text."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -28,27 +26,24 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the available
-    memory."""
+    """Return a file's content. Raises ImportFailed if `times` its size exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
-            raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
+            raise ImportFailed(f"{path}: {said}. Split it, or import it on a larger machine")
         return path.read_bytes()
     except OSError as error:
         raise ImportFailed(
-            f"{path}: cannot be read ({error.strerror or first_line(error)}); check its permissions"
+            f"{path}: cannot be read ({error.strerror or first_line(error)}). Check its permissions"
         ) from error
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
-    """Yield non-blank lines with their numbers, from 1. Raises ImportFailed for a line longer than MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines "
-                "and not damaged"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes. Check that this is undamaged JSON Lines"
             )
         if line.strip():
             yield number, line
@@ -59,8 +54,6 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield a file's objects as rows; requested columns that the file lacks are left out. Raises ImportFailed with the
-    line."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)
@@ -74,10 +67,8 @@ _LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) from a JSON Lines file that may still be growing, starting at line `first`.
-
-    An unterminated last line is skipped unless it is complete JSON. Raises ImportFailed with the line.
-    """
+    """Yield (line number, object), starting at line `first`. The file may still be growing, so an unterminated last
+    line is skipped unless it is complete JSON."""
     try:
         with opened(path) as file:
             for number, line in _lines_of(file, path):
@@ -88,7 +79,7 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
                     return
                 yield number, as_object(parsed(line, where, _LINE), where, _LINE)
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from error
 
 
 def _is_whole(line: bytes) -> bool:
@@ -100,14 +91,13 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
-    """Yield (number, object, unit, size in bytes), where the number counts rows or lines."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
-                raise ImportFailed(f"{name}: {said}; write one object per line, as .jsonl")
+                raise ImportFailed(f"{name}: {said}. Write one object per line in a .jsonl file")
             text = file.read()
-            values = parsed(text, name, "a .json file that begins with [ is one array of objects")
+            values = parsed(text, name, "a .json file that begins with [ must be an array of objects")
             for row, value in enumerate(values, start=1):
                 yield (
                     row,
@@ -124,7 +114,6 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
 
 
 def _first_character(file: Any) -> bytes:
-    """Skip whitespace and a byte-order mark; empty if the file has nothing else."""
     while block := file.read(4096):
         text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text:
@@ -139,10 +128,10 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ImportFailed(f"{where}: not JSON ({error}); {remedy}") from error
+        raise ImportFailed(f"{where}: not JSON ({error}): {remedy}") from error
 
 
 def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ImportFailed(f'{where}: is not an object; {what}, for example {{"step": 1}}')
+        raise ImportFailed(f'{where}: is not an object: {what}, e.g. {{"step": 1}}')
     return value

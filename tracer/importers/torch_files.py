@@ -18,13 +18,13 @@ from .pickles import BYTES, Budget, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""First value in a legacy torch.save file; newer releases write zip files."""
+"""First value in a legacy torch.save file. Newer releases write zip files."""
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
 _MAX_INSIDE = 4
-"""Maximum nesting depth of files: a pickle may contain another torch.save file as bytes."""
+"""Maximum nesting depth. A pickle may contain another torch.save file as bytes."""
 
 
 def read_pickled(path: Path) -> Any:
@@ -32,12 +32,11 @@ def read_pickled(path: Path) -> Any:
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read the content of a torch.save or pickle.dump file; `shells` are the framework's allowed classes."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
 def is_cut(path: Path) -> bool:
-    """Return True for an empty file or an incomplete zip file, which may still be growing."""
+    """Return True for an empty file or an incomplete zip file. Either may still be growing."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -51,14 +50,13 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a file's bytes within a budget; `depth` counts the files that it is nested in."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
         raise ImportFailed(
-            f"{where}: is in torch's old tar format, which is not supported; save it again with a newer torch"
+            f"{where}: is in torch's old tar format, which is not supported. Save it again with a newer torch"
         )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a torch.save file")
@@ -84,7 +82,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
                 raise ImportFailed(
-                    f"{where}: was written on a big-endian machine, which is not supported; save it again on a "
+                    f"{where}: was written on a big-endian machine, which is not supported. Save it again on a "
                     "little-endian machine"
                 )
             storages: dict[str, Storage] = {}
@@ -108,12 +106,12 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: incomplete or damaged torch.save file ({error}); wait until it is written, or copy it again"
+            f"{where}: incomplete or damaged torch.save file ({error}). Wait until it is written, or copy it again"
         ) from error
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """View an uncompressed entry's bytes without copying; ZipFile.read is slow for thousands of entries."""
+    """View an uncompressed entry's bytes without copying. ZipFile.read is slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -125,11 +123,11 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Size of a zip entry's local header; offset and format of the lengths of the file name and extra field in it."""
+"""Size of a zip entry's local header, and where it stores the file name's and extra field's lengths."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
-    """Read torch.save's legacy format: consecutive pickles, followed by the bytes of the storages."""
+    """Legacy torch.save files hold consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
     def storage(identity: Any) -> Storage:
@@ -146,9 +144,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
-            raise ImportFailed(
-                f"{where}: ends within a tensor's data; the file is incomplete or damaged, so copy it again"
-            )
+            raise ImportFailed(f"{where}: ends within a tensor's data, so it is incomplete or damaged. Copy it again")
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
@@ -161,13 +157,11 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
-        raise NotPlain("a storage that is a view of another one")
+        raise NotPlain("a storage that views another storage")
     return kind.dtype, key, numel
 
 
 class _StorageKind(Known):
-    """A storage class, which files reference but never call."""
-
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None):
@@ -206,8 +200,6 @@ def _tensors_of(state: Any) -> dict[str, Any]:
 
 
 class _TensorDict:
-    """Stand-in for a TensorDict saved by an older release, created empty and filled by `give_state`."""
-
     __slots__ = ("tensors",)
 
     def __init__(self, *_: Any):
@@ -218,7 +210,6 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return a saved TensorDict's tensors by name, whatever form it was saved in. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")

@@ -1,7 +1,6 @@
-"""Import verl: pickled DataProto objects (gen_batch.dp or any saved batch), and text from rollout_data_dir.
+"""Import verl: pickled DataProto objects, and text from rollout_data_dir.
 
-Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts selected per
-token.
+Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts per token.
 """
 
 from __future__ import annotations
@@ -57,14 +56,13 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) of the same sequences; give a folder with "
+            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Give a folder with "
             f"only one of them"
         )
     return batches or texts
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Read a batch's step from the meta.json beside it, or else from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -99,7 +97,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if step is None:
         step = reading.fields(meta, str(path), budget).integer("step")
     if step is None:
-        raise ImportFailed(f"{path}: has no step; move it to a folder named after its step, for example 7/{path.name}")
+        raise ImportFailed(f"{path}: has no step. Move it to a folder named after its step, e.g. 7/{path.name}")
     temperature = reading.fields(meta, str(path), budget).number("temperature")
     yield _rows(fields, str(path), step, temperature)
 
@@ -120,7 +118,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
     except (ValueError, TypeError) as error:
         if isinstance(error, ImportFailed):
             raise
-        raise ImportFailed(f"{where}: is not a DataProto of verl ({error})") from error
+        raise ImportFailed(f"{where}: is not a verl DataProto ({error})") from error
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
@@ -131,16 +129,16 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Prompts [B, P] are padded on the left, responses and their values [B, T] on the right."""
+    """Prompts [B, P] are left-padded, responses and their values [B, T] right-padded."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
-        raise ImportFailed(f"{where}: has no responses; save the batch after generation")
+        raise ImportFailed(f"{where}: has no responses. Save the batch after generation")
     num_rows, width = responses.shape
     prompt_width = 0 if prompts is None else prompts.shape[1]
     attention = fields.array("attention_mask", 2)
     if attention is None or attention.shape != (num_rows, prompt_width + width):
         raise ImportFailed(
-            f"{where}: attention_mask must have the shape [{num_rows}, {prompt_width + width}] of prompts and responses"
+            f"{where}: attention_mask must have shape [{num_rows}, {prompt_width + width}] for prompts and responses"
         )
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
@@ -164,12 +162,10 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
-    """Return None if the column is missing or has a different number of dimensions."""
     return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """Sum each row's token rewards to [B] float64; None if rewards are not per token."""
     if (rewards := _array(fields, "reward", 2)) is None:
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
@@ -181,12 +177,11 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S]; None if they are missing, or if the trainer's choices
-    replaced them (verl's router replay mode R2)."""
+    """[B, P + T, L, S]. None if the trainer's choices replaced the engine's (verl's router replay mode R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask has {list(shape)}; leave it "
+            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask has {list(shape)}. Leave it "
             "out with --map routed_experts="
         )
     return found
@@ -211,14 +206,14 @@ VERL = Format(
     writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (text only)",
     files="*.dp or <step>.jsonl",
     columns=COLUMNS,
-    alignment="tensors are [B, T], aligned with responses; prompts are padded on the left, responses on the right",
+    alignment="tensors are [B, T] and aligned with responses. Prompts are left-padded, responses right-padded",
     recognises=_recognises,
     parts=_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs; verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, and "
-        "the text in rollout_data_dir has none",
-        "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text; call "
+        "rollout": "no rollout_log_probs. verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, except in "
+        "rollout_data_dir",
+        "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text. Call "
         "batch.save_to_disk(PATH) after compute_log_prob, and import that file",
     },
 )
