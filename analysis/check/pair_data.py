@@ -1,7 +1,9 @@
-"""Input of the detectors: the sampled tokens that no finding explains yet, contracts, sums over the run, and the
-precision of both passes, which determines how much rounding to expect.
+"""What the detectors read: sampled tokens that no finding explains yet, contracts, sums, and the precision of both
+passes.
 
-Shapes: N sampled tokens in S sequences; K kept tokens, which no earlier finding explains.
+The precision determines how much rounding to expect.
+
+Shapes: N sampled tokens in S sequences, K kept tokens, which no earlier finding explains.
 """
 
 from __future__ import annotations
@@ -23,22 +25,21 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 FEW_TOKENS = 500
-"""Below this many tokens, only gross faults can be detected."""
+"""With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
-"""Minimum 1 - p of an informative token. Below it, changes in the logits barely affect the logprob."""
+"""Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
 LEAST_REST = 1e-3
-"""Minimum 1 - p assumed when converting d into a change in a token's logit."""
+"""Minimum 1 - p assumed when converting d into a logit change."""
 TOKEN_SHRINKAGE = 10.0
-"""Pseudo-count of tokens used to shrink the mean of each token id towards the overall mean."""
+"""Pseudo-count for shrinking each token id's mean towards the overall mean."""
 
 
 @dataclass(kw_only=True)
 class PairData:
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given."""
     condition: str = ""
-    """The `steps` option as an SQL condition; empty for all steps."""
+    """The `steps` option as an SQL condition. Empty for all steps."""
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
@@ -49,9 +50,9 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and the rms of d there, in nats; None if that step is among the selected ones."""
+    """First step of the run and its rms d (nats). None if that step is selected anyway."""
     keep: np.ndarray
-    """[N] bool: True for compared tokens that no earlier finding explains."""
+    """[N] bool: compared tokens that no earlier finding explains."""
 
     def without(self, explained: np.ndarray) -> PairData:
         """Drop the tokens in `explained`, [N] bool."""
@@ -62,15 +63,16 @@ class PairData:
         return self.without(self.marked(~inside))
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
-        """Turn a mask over the kept tokens, [K], into one over the sampled tokens, [N]."""
+        """Turn a mask over kept tokens [K] into a mask over sampled tokens [N]."""
         marks = np.zeros(len(self.keep), bool)
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Change pass b so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens where `right` is NaN are
-        dropped. If other tokens of a row have a similarly large d, the row is dropped except for `tokens`, because its
-        values are misplaced, too."""
+        """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
+
+        If other tokens in a row have a similarly large d, their values are misplaced, too, so only `tokens` are kept.
+        """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
@@ -80,17 +82,15 @@ class PairData:
 
     @cached_property
     def a(self) -> np.ndarray:
-        """[K] logprobs of pass a."""
         return np.asarray(self.sample.a.logprobs[self.keep])
 
     @cached_property
     def b(self) -> np.ndarray:
-        """[K] logprobs of pass b."""
         return np.asarray(self.sample.b.logprobs[self.keep])
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[K] a - b, in nats."""
+        """[K] a - b (nats)."""
         return np.asarray(self.sample.d[self.keep])
 
     @cached_property
@@ -105,13 +105,12 @@ class PairData:
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] optimizer updates by which pass b lags behind pass a, from the policy versions; 0 if unknown."""
+        """[S] optimizer updates that pass b lags behind pass a according to policy versions. 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of the distribution that each token was sampled from, in nats: that of pass a if it has
-        entropies, else that of pass b; None if neither has."""
+        """[K] entropy of each token's distribution (nats), from pass a or else pass b. None if neither has entropies."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -119,14 +118,16 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p for the larger p of the two: change of the logprob per change of the logit (arXiv 2512.23087)."""
+        """[K] 1 - p for the larger p: logprob change per logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] ratio of d to the change in the token's logit that would explain it. For small d this is 1 - p (arXiv
-        2512.23087); otherwise the change is the difference of the log-odds, and the ratio lies between the two sides'
-        values of 1 - p, each at least LEAST_REST."""
+        """[K] ratio of d to the logit change that would explain it.
+
+        For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
+        the ratio lies between both sides' 1 - p, each at least LEAST_REST.
+        """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -135,8 +136,7 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale, in nats: the change in the token's logit that would explain d; NaN where 1 - p is too
-        small."""
+        """[K] |d| / scale (nats): the logit change that would explain d. NaN where 1 - p is too small."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
@@ -147,8 +147,7 @@ class PairData:
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean of the token id, so that only the effect of a token's location is
-        left."""
+        """[K] `level` minus the token id's shrunken mean, which leaves only the effect of a token's location."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -174,7 +173,7 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of the kept sequences in pass `a` or `b`; empty if none is recorded."""
+        """Return the kept sequences' most frequent contract in pass `a` or `b`. Empty if none is recorded."""
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
@@ -199,7 +198,7 @@ def declared(contract: Contract, *path: str) -> Any:
 
 
 def named(contract: Contract, *names: str) -> dict[str, Any]:
-    """Return the settings of a contract, at any depth, that have one of these names."""
+    """Return a contract's settings, at any depth, that have one of these names."""
     found: dict[str, Any] = {}
     for name, value in contract.items():
         found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
@@ -209,17 +208,15 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
-in float32 differ by more than float32 rounding, because their kernels round the inputs of products (0.0019 nats rms at
-8 billion parameters).
-"""
+"""dtype -> relative error of one rounding. TensorFloat-32 has float16's mantissa. Between a float32 engine and trainer,
+the mismatch exceeds float32 rounding because kernels round matmul inputs (0.0019 nats rms at 8 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`. `spread` is a factor because
-large logits have large errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an
-H100 (models of up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and
-up to 16 for very sharp policies."""
+"""Usual maximum rms logit error, in units of the roundoff times `spread`, because large logits have large errors.
+Divided by the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models with up to 130
+million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
+policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
-"""dtype -> number of significant bits; float8 is e4m3."""
+"""dtype -> number of significant bits. float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)

@@ -1,5 +1,4 @@
-"""Weights that differ between trainer and engine, as recorded or as inferred from a mismatch that grows with
-updates."""
+"""Weights that differ between trainer and engine, either recorded or inferred from a mismatch that grows with updates."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum factor by which the mismatch must have grown since the run's first step to report stale weights."""
+"""Minimum growth of the mismatch since the run's first step for reporting stale weights (factor)."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and in absolute terms, to
-report that one side was scored after the update."""
+"""Minimum correlation between a sequence's mismatch and its advantage for reporting that one side was scored after the
+update: in standard errors and in absolute terms."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -139,8 +138,8 @@ def find_adapter(data: PairData) -> list[Finding]:
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch.
 
-    An update raises the logprobs of sequences with a positive advantage, so the mismatch of a sequence then follows its
-    own advantage. With stale weights, it follows the advantages of other sequences.
+    An update raises the logprobs of sequences with a positive advantage, so a sequence's mismatch follows its own
+    advantage. With stale weights, it follows other sequences' advantages.
     """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
