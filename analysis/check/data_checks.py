@@ -83,8 +83,6 @@ Numbers = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFinding:
-    """A fault in a run's data, or a property worth noting."""
-
     code: str
     """A key of KINDS."""
     share: float
@@ -187,8 +185,6 @@ FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value)
 
 
 class _Run:
-    """The data to check: _ROWS as [N] arrays, ordered by step and then as recorded."""
-
     def __init__(self, database: Database, sample: Sample | None) -> None:
         columns = sequence_columns(database)
         tokens = (_COUNTED if columns.mask else "advantages") if columns.advantages else "NULL"
@@ -206,7 +202,6 @@ class _Run:
     def finding(
         self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
     ) -> DataFinding:
-        """Build a finding from a mask over rows, pairs or steps, each with its step index `at`."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
         return DataFinding(
@@ -343,14 +338,12 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
 
 
 def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Number the distinct (label, step) pairs [N] in order of first appearance."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max()) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Find each step's rule from rewards to advantages, and report the most common rule other than the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     has_ids = bool(run.rows["group"].any())
     r, a, labels = run.rows["reward"][known], run.rows["advantage"][known], run.labels[known]
@@ -432,7 +425,6 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
 
 def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> Iterator[DataFinding]:
-    """Compare the recorded setting with whether advantages are divided by the group's standard deviation."""
     divides, keeps = run.setting(_DIVIDES, _IS_ON), run.setting(_DIVIDES, _IS_OFF)
     if not divides and not keeps:
         return
@@ -452,7 +444,6 @@ def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, a
 def _rules(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, length: np.ndarray
 ) -> dict[int, AdvantageRule]:
-    """Return each step's rule. Rewards from the previous and next step are tried, too."""
     parts, rules = [*_parts(at)], {}
     for place, (step, part) in enumerate(parts):
         beside = {"previous": place - 1, "next": place + 1}
@@ -536,7 +527,6 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         return None
 
     def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return advantages / `given` relative to the step's median, [N], and the share within 2% of 1."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
         relative, sign = np.full(len(a), np.nan), np.sign(np.nansum(np.sign(ratio))) or 1.0
         for _, part in _parts(at):
@@ -589,7 +579,7 @@ class AdvantageRule:
     freedom: float = 0.0
     """Rows minus groups."""
     between: float = 0.0
-    """Standard deviation of the groups' mean advantages, relative to the rms of all advantages."""
+    """Spread between the groups' mean advantages, relative to rms advantage."""
     fit: float = 0.0
     """Correlation between the recorded advantages and the rule's."""
     own: float = 0.0
@@ -607,10 +597,10 @@ def rule_of(
     *,
     explain: bool,
 ) -> AdvantageRule:
-    """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
+    """Fit one step's rule from rewards to advantages [N]. Without `explain`, only compute their correlation.
 
-    `label` holds [N] group labels, in order, `length` [N] numbers of response tokens, and `near` [N] rewards of other
-    steps."""
+    `label` holds [N] group labels in order, `length` [N] response tokens, and `near` [N] rewards from other steps.
+    """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
     spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
@@ -644,8 +634,6 @@ def rule_of(
 def _others(
     r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray, near: Mapping[str, np.ndarray]
 ) -> dict[str, list[np.ndarray]]:
-    """Return each rule's advantages, raw and normalised."""
-
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         return _normalised(rewards, label, np.abs(r).max())
 
@@ -681,15 +669,14 @@ def _others(
 
 
 def _normalised(rewards: np.ndarray, group: np.ndarray, largest: float) -> list[np.ndarray]:
-    """Return the rewards minus their group's mean, and these divided by the group's standard deviation, [N] each; the
-    latter are NaN if that deviation is only rounding of a reward of size `largest`."""
+    """Return rewards minus their group's mean, raw and divided by the group's standard deviation, [N] each. The latter
+    is NaN if that deviation is only rounding error for a reward of size `largest`."""
     centred = rewards - mean_of(group, rewards)
     size = np.sqrt(mean_of(group, centred**2))
     return [centred, centred / np.where(size > 1e-6 * largest, size, np.nan)]
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return advantages divided by rewards minus the group mean, or None if the ratio varies or is a usual one."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -703,7 +690,6 @@ def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: 
 
 
 def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
-    """Name the batch-wide constant subtracted from the rewards at most steps."""
     means = np.array([r[part].mean() for _, part in _parts(at)])
     constants = {
         "the batch's mean": means, "nothing": 0.0 * means, "the previous step's mean": np.r_[0.0, means[:-1]],
@@ -726,12 +712,10 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean over all rows with the same label, [N]. Labels are integers from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return the number of rows with the same label, [N]."""
     return np.asarray(np.bincount(label)[label])
 
 
@@ -747,7 +731,6 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards in the wrong rows: identical responses have equal rewards only after shifting the rewards."""
     if not np.isfinite(run.rows["reward"]).any():
         return
     inspected, response = run.responses
@@ -858,11 +841,9 @@ class _Logged:
 
     @property
     def asked(self) -> np.ndarray:
-        """[E] bool: steps whose value needs an explanation."""
         return self.distance > 0 if self.is_sample else self.off
 
     def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:
-        """Describe the step with the largest `by` [E]."""
         at = int(np.argmax(by))
         end = self.ends[at]
         return {
@@ -878,7 +859,6 @@ def _compared(
     mean: np.ndarray,
     errors: np.ndarray,
 ) -> _Logged | None:
-    """Compare a metric with the rows' means, or return None if it has fewer than three values."""
     every = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
     ends = np.flatnonzero(np.isfinite(every))
     if len(ends) <= 2:
@@ -897,7 +877,6 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Return what the logged values [E] average instead of all rows (mean `mean` [E]), or an empty string."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -935,7 +914,6 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
-    """Return the rows of _EQUAL, or none if the sample already shows that most steps differ."""
     if not {a, b} <= {*scored_passes(run.database)}:
         return []
     if (sample := run.sample) is not None and (sample.a.name, sample.b.name) == (a, b):

@@ -158,7 +158,6 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Explain the mismatch. Each explanation covers what the previous ones leave."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
@@ -367,7 +366,6 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place it is confined to. A place that is part of the run becomes a separate finding."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)

@@ -27,7 +27,6 @@ _LAGS = (1, 2, 4)
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    """Return the features at the kept tokens, clipped to -8 to 8. A feature that cannot be measured is 0."""
     found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
@@ -111,7 +110,6 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
 
 @once
 def _moved(data: PairData) -> np.ndarray:
-    """Return the logit change that explains d, [K] nats, clipped to its 1st and 99th percentiles."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
@@ -245,8 +243,6 @@ def along_movement(data: PairData) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """How much each side's values differ when the same token follows the same prefix within a step."""
-
     num: int
     a: float
     """Rms difference between pass a's values, as a logit error (nats)."""

@@ -28,8 +28,6 @@ SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fault or a fault-free verdict."""
-
     code: str
     """A key of faults.FAULTS or faults.HEALTHY."""
     signal: str
@@ -47,7 +45,7 @@ class Finding:
     numbers: dict[str, Number] = field(default_factory=dict)
     """Fitted values, counts and pass names for the evidence template."""
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """[N] bool: sampled tokens covered by the finding. None once they have been counted."""
+    """Title of the fault or, if known, its cause."""
     cause: str = ""
     """Title of the fault, or of its cause if known."""
     side: Broken | None = None
@@ -55,7 +53,6 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """`cause` or, for a change over time, the step where the mismatch grows."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -66,18 +63,15 @@ class Finding:
 
     @property
     def since(self) -> int | None:
-        """First inspected step of a `subset` finding that lasts to the end of the run, else None."""
         since = self.numbers.get("since")
         return int(since) if self.code == "subset" and since is not None else None
 
     @property
     def fails(self) -> bool:
-        """True if the finding makes the comparison invalid."""
         return self.side is not None and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:
-        """What to fix, or None if the finding is not a fault."""
         return self.side if self.fails else None
 
 

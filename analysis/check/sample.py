@@ -46,8 +46,6 @@ NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums over the tokens in each of R sequences, as defined in schemas.sums."""
-
     steps: np.ndarray
     columns: dict[str, np.ndarray]
     """Sum name -> [R] values. 0 for sequences without a finite logprob in both passes."""
@@ -62,7 +60,6 @@ class PairSums:
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d (nats). It does not depend on the sequence order."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
 
     @property
@@ -233,7 +230,6 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return, for each token [N], the length of the run of equal flags around it within its sequence."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 
@@ -276,7 +272,6 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
 
 
 def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
-    """Return a condition on the sequences that `_within` keeps, so that DuckDB does not decode the others."""
     tokens = tokens_by_step(database)
     if sum(tokens[step] for step in steps) <= MAX_SAMPLED_TOKENS:
         return ""

@@ -199,8 +199,6 @@ def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. Without `rows`, `values` and `level` are per token, otherwise per sequence in
-    `rows`."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -240,7 +238,6 @@ def _split(
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted distinct values and each value's index among them, without sorting integers."""
     whole = values.astype(np.int64) if values.dtype.kind in "bf" else None
     if whole is None or not len(whole) or (whole != values).any() or np.ptp(whole) > 4 * len(whole):
         return np.unique(values, return_inverse=True)

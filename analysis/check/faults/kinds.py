@@ -1,4 +1,4 @@
-"""Faults known only by kind or place, with no token-by-token prediction of d, and the fault-free verdicts."""
+"""Faults known only by kind or place, without a prediction for each token, and the fault-free verdicts."""
 
 from __future__ import annotations
 
@@ -143,8 +143,6 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return an explanation for each place with a feature in _CONTEXT. The place implies its kind, or the model chooses
-    it."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -157,7 +155,6 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind, confined to `place` if given, and the next kind if it is likely enough."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -218,7 +215,6 @@ def _splits_steps(data: PairData, place: Where) -> bool:
 
 
 def _is_alternating(data: PairData, place: Where) -> bool:
-    """Return True if the place is every other row, as with two replicas, and no packing is recorded."""
     is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
     return place.feature == "not_first_of_2" and not is_packed
 
@@ -323,7 +319,6 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
 
 
 def _rounds_routers(data: PairData) -> bool:
-    """Return True if either pass may run in 16 bits, so that its routers receive rounded inputs."""
     known = [side.coarsest for side in precisions(data)]
     return None in known or any(dtype in HALF_ULP for dtype in known)
 
@@ -449,7 +444,6 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which `rows` contains every sequence and before which it contains none, if there is one."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

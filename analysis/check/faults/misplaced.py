@@ -343,8 +343,6 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
 
 
 def _lost(data: PairData, index: np.ndarray, lags: np.ndarray) -> dict[str, Number]:
-    """Return the numbers for the fault `lost` if the rows, [R, T], lack as many values as they are shifted by and end
-    with a filler."""
     usual = np.array([np.bincount(row[row != 0] - LAGS[0]).argmax() + LAGS[0] for row in lags])
     values, counts = np.unique(usual, return_counts=True)
     lag = int(values[counts.argmax()])
@@ -385,7 +383,6 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _elsewhere(data: PairData) -> Hypothesis | None:
-    """Detect runs of values in pass b that match pass a at different tokens, anywhere in the sample."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
         return None
     away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
@@ -480,14 +477,12 @@ def find_broken(data: PairData) -> list[Hypothesis]:
 
 @once
 def _index(data: PairData) -> np.ndarray:
-    """Return the index of the kept token at each position, [S, T], or -1."""
     index = np.full((data.sample.num_sequences, int(data.sample.lengths.max(initial=0))), -1)
     index[data.seq, data.position] = np.arange(data.num_kept)
     return index
 
 
 def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return `values` [K] at an index of kept tokens. NaN where the index is -1."""
     return np.where(index >= 0, values[index], np.nan)
 
 

@@ -175,7 +175,6 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """If a loss mask shifted by one token explains the missing logprobs, return that finding instead."""
     sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
     side = names.get(str(finding.numbers.get("side")))
     if side is None:
@@ -329,7 +328,6 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many of the tokens `where` would have this value by chance, at least 1."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter can make tokens certain even if the recorded entropy
         # is that of the unfiltered distribution.
@@ -347,7 +345,6 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
 
 
 def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    """Return the 0.9 quantile, at least 1, of how often values within `width` nats of `value` occur at `tokens`."""
     _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 

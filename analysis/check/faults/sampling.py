@@ -576,8 +576,6 @@ def _repeated(data: PairData) -> list[Hypothesis]:
 
 @once
 def _informative_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens with informative log-odds ([K] bool), both passes' log-odds [K], and the ids of these tokens
-    with each token's index."""
     known = (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB)
     ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     return known, log_odds(data.a), log_odds(data.b), ids, place

@@ -177,7 +177,6 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
-    """Return the functions that map the other side's logprobs to this side's values, known units first."""
     if not scored(data).all() and not _functions(data.within(scored(data)), side):
         return []  # no function fits a part of the rows, so none fits all of them
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
@@ -328,7 +327,6 @@ def _rms(d: np.ndarray) -> float:
 
 
 def _typical(d: np.ndarray) -> float:
-    """Return mean |d| without its largest tenth (nats)."""
     least = max(int(len(d) * 0.9), 1)
     return float(np.mean(np.partition(np.abs(d), least - 1)[:least])) if len(d) else 0.0
 
