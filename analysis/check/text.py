@@ -22,8 +22,8 @@ NOTES: Mapping[str, str] = {
     "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
     "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
     "sampled cannot be detected",
-    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the direction of the mismatch",
-    "no_prompts": "prompts were not recorded, so the precision of logits and the use of prompt caches cannot be checked",
+    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the mismatch's direction",
+    "no_prompts": "prompts were not recorded, so logit precision and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
 }
 
@@ -32,7 +32,7 @@ BROKEN: Mapping[str | None, str] = {
     "engine": "the engine is wrong",
     "trainer": "the trainer is wrong",
     "computation": "the engine or the trainer is wrong",
-    "versions": "the policy versions of the two sides differ",
+    "versions": "the two sides' policy versions differ",
 }
 
 

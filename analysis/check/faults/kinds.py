@@ -62,7 +62,7 @@ TAIL_RATIO = 10.0
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
-        "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), but "
+        "equal_weights": "the engine sampled with the trainer's weights (all tensor digests agree), but "
         + SIZE,
         "judged": judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
@@ -120,7 +120,7 @@ ROUTER_FLIPS = Fault(
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the mismatch looks like that of a mixture of experts"
+            else "the mismatch looks like a mixture of experts"
         }
     },
 )  # fmt: skip

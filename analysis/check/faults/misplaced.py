@@ -89,12 +89,12 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
-    causes={"own": "the rows of one side are shifted by different numbers of tokens: wrong padding or offsets",
-            "neighbour": "some tokens have the values of their neighbours",
+    causes={"own": "one side's rows are shifted by different numbers of tokens: wrong padding or offsets",
+            "neighbour": "some tokens have their neighbours' values",
             "reversed": "one side's values are in reverse order",
             "lost": "some of one side's values are missing, and later values have moved up"},
     evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted relative to {a}, by "
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows in {b} are shifted relative to {a}, by "
         "different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per "
         "token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
@@ -120,7 +120,7 @@ RETOKENISED = Fault(
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(
-    code="row_pairing", title="some rows of one side belong to a different sequence", broken="recording",
+    code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
     evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
@@ -389,7 +389,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages to 0 has its values at the right tokens.
+    # The side whose logprob + entropy averages 0 has its values at the right tokens.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]

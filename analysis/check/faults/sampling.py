@@ -44,7 +44,7 @@ TEMPERATURE = Fault(
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
-        "({num_values} different ones, {least:g} to {largest:g}): {side} applies the temperature of each row, but "
+        "({num_values} different ones, {least:g} to {largest:g}): {side} applies each row's temperature, but "
         "{other} applies the same one to all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
@@ -107,20 +107,20 @@ PENALTY = Fault(
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a "
+        "repeated": "{side} lowers a token's logit by {slope:.3g} {how_often} in the {counted}, as with a "
         "repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs "
         "change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new "
         "ones){recorded_text}",
         "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
         "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
-        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same difference "
-        "of logprobs; of {num_pairs:,} such pairs, they agree in {num_equal:,} and disagree by {bias:.3g} nats in "
-        "{num_shifted:,}, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
+        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob "
+        "difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats: "
+        "one side shifts the logits of some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
         "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
-        "logprob + entropy averages to {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
+        "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
         "a different temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: "
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0: "
         "sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
         "nats{recorded_text}",
     },

@@ -81,9 +81,9 @@ LOW_PRECISION = Fault(
     code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
-        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
+        "rounded_logprobs": "every {side} logprob has {dtype} precision: the log-softmax was computed or stored in low precision",
         "rounded_values": "every logprob of {side} is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32: the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -103,9 +103,9 @@ _SAMPLED = {
     "unknown": ": they belong to different tokens, in an unknown order, or to different models",
     "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
     "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
+    "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} contains something else",
-    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from "
+    "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats: the tokens were not sampled from "
     "its distribution, so one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
@@ -118,7 +118,7 @@ UNRELATED = Fault(
         "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, "
         "{side} has equal values although {other} does not: {side} contains a property of the distribution, such as "
         "its entropy or largest logprob, not the logprobs of the sampled tokens",
-        "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
+        "no_correlation": "{side} and {other} logprobs are uncorrelated (correlation {correlation:.2f} over "
         "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
         "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
         "nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): "

@@ -53,10 +53,10 @@ WEIGHTS = Fault(
         "{of_versions:,} versions, starting at version {first_version}",
         "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
-        "contract": "only the contract of {side} sets {setting} to {value}",
+        "contract": "only {side}'s contract sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "follows_advantages": "the mismatch of a sequence follows the sequence's own advantage (correlation "
+        "follows_advantages": "each sequence's mismatch follows its own advantage (correlation "
         "{correlation:.2f} over {num_sequences:,} sequences): {side} used the weights from after the update on this "
         "batch",
         "judged": judged(
