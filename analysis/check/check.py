@@ -27,42 +27,38 @@ from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOwner:
-    """Number of inspected tokens that one finding explains."""
-
     owner: str
-    """Code of a finding, `rounding` for tokens that rounding explains, or `nobody` for tokens that nothing explains."""
+    """Finding code, `rounding` for tokens explained by rounding, or `nobody` for unexplained tokens."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult(Result):
-    """Verdict on whether two passes can be compared, with the faults found."""
+    """Verdict on whether two passes can be compared, and the faults found."""
 
     _text = "tim_trace.analysis.check.text:checked_text"
 
     trace: str
     pair: str
-    """Names of the compared passes, as a:b. d is logprob(a) - logprob(b)."""
+    """Names of the compared passes as a:b. d is logprob(a) - logprob(b)."""
     steps: str = ALL_STEPS
-    """The `steps` option as given."""
     num_tokens: int
-    """Number of tokens included in the loss that have a finite logprob in both passes."""
+    """Number of tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Number of these tokens that were inspected one by one; the remaining ones contribute only to sums over the
-    run."""
+    """Number of these tokens that were inspected one by one. The others only contribute to sums."""
     rms_d: float
-    """Root mean square of d over the compared tokens, in nats."""
+    """Root mean square of d (nats)."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token that several
-    findings cover is attributed to the first one."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token covered by several
+    findings belongs to the first."""
     data: tuple[DataFinding, ...] = ()
-    """Faults in rewards, advantages, groups and logged metrics; they do not affect the comparison."""
+    """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Keys of text.NOTES: tests that the trace does not support, and remarks on its data."""
+    """Keys of text.NOTES: tests that the trace does not support, and remarks about its data."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Training attempts; empty if there was only one."""
+    """Training attempts. Empty if there was only one."""
 
     @property
     def is_valid(self) -> bool:
@@ -71,7 +67,7 @@ class CheckResult(Result):
 
     @property
     def broken(self) -> Broken | None:
-        """What to fix, according to the most probable fault; None if the comparison is valid."""
+        """What to fix, judging by the most probable fault, or None if the comparison is valid."""
         return next((finding.broken for finding in self.findings if finding.fails), None)
 
 
@@ -79,15 +75,15 @@ def check(
     trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = ALL_STEPS, partial: bool = False,
     ray: str | None = None, progress: Progress = no_progress,
 ) -> CheckResult:  # fmt: skip
-    """Report whether two passes may be compared, or which fault makes the comparison invalid.
+    """Report whether two passes may be compared, and if not, which fault prevents it.
 
-    Each fault is reported with evidence, its effect in nats, the share of affected tokens, and a command that confirms
-    it. The check uses sums over the whole run and inspects the tokens of a sample of steps one by one. `steps` (3:80,
-    -10:, 2:200:2) restricts the check to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`,
-    or `local` to start one) whose actors compute the sums.
+    Each fault comes with evidence, its effect in nats, the share of affected tokens, and a command that confirms it.
+    The check uses sums over the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:, 2:200:2)
+    restricts it to part of the run. With `ray`, a Ray cluster's address (`auto`, `host:port`, or `local` to start one),
+    actors compute the sums.
 
-    Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if
-    part of the trace is missing or unreadable, unless `partial` is set.
+    Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace if
+    part of the trace is missing or unreadable and `partial` is not set.
     """
     database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
@@ -98,7 +94,7 @@ def check(
 
 
 def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] = NEEDED_SUMS) -> PairData:
-    """Read what the detectors need, including the columns `sums` over all tokens. On a cluster, actors read the tokens.
+    """Read everything the detectors need. `sums` are columns of schemas.sums.
 
     Raises NothingToCompare if the passes share no token.
     """
@@ -133,7 +129,7 @@ def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
-    """Return the run's first step and the rms of d there, in nats; None if that step is among the selected ones."""
+    """Return the run's first step and its rms d (nats), or None if that step is selected anyway."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
@@ -159,8 +155,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain
-    none."""
+    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

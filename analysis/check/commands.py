@@ -1,4 +1,4 @@
-"""Shell commands that confirm a finding. If a command needs weights and the trace has none, the advice supplies them
+"""Shell commands that confirm a finding. If a command needs weights that the trace lacks, the advice supplies them
 first."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .pair_data import PairData
 
 
 def sql(data: PairData, query: str) -> Advice:
-    """Return a `tim-trace sql` command; `{pair}` and `{sequences}` in the query become tables that join both passes."""
+    """Return a `tim-trace sql` command. In the query, `{pair}` and `{sequences}` become tables that join both passes."""
     a, b = data.sample.a.name, data.sample.b.name
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
@@ -52,14 +52,14 @@ def stats(data: PairData, by: str) -> Advice:
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """Replay one step and compare the replay with pass b."""
+    """Replay one step and compare the result with pass b."""
     step = int(data.sample.steps[0]) if step is None else step
     options = f"{options} --name {name}".strip()
     return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Replay one step with vLLM, which scores without a grammar, and check `other` against the replay."""
+    """Replay one step with vLLM, which scores without a grammar, and check `other` against the result."""
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
@@ -80,11 +80,11 @@ _COLUMNS = {
     "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
     "total_length": "num_prompt_tokens + num_response_tokens",
 }  # fmt: skip
-"""Feature -> column of `sequences` or SQL expression that computes it."""
+"""Feature -> column of `sequences`, or the SQL expression that computes it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
-    """Group the mismatch by a column of `sequences`, or of one pass in `scores`."""
+    """Group the mismatch by a column of `sequences` or, for one pass, of `scores`."""
     table, name, passed = "sequences", column, ""
     if column.startswith(("writer_", "contract_", "version_")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
@@ -116,10 +116,7 @@ def engine_weights(data: PairData) -> Advice:
 
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
-    """Split the mismatch at one step between trainer and engine.
-
-    `dtype` is the dtype of pass a; the replay uses a different one.
-    """
+    """Split the mismatch at one step between trainer and engine, with a dtype other than pass a's `dtype`."""
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 

@@ -1,7 +1,8 @@
-"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. Faults here can ruin the
-training even if the two passes are comparable.
+"""Check a run's rewards, advantages, groups, logged metrics and importance ratios.
 
-Shapes: N rows (sequences) of the run or of one step; S steps.
+Faults here can ruin training even if the two passes are comparable.
+
+Shapes: N rows (sequences) in the run or in one step, S steps.
 """
 
 from __future__ import annotations
@@ -29,52 +30,52 @@ from .where import part_of_rows, rank_of
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn"),
-    "rewards_by_prompt": ("rewards do not depend on the response", "in all {num:,} groups with different responses, these have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
+    "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
-    "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
-    "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
-    "rows_alone": ("rows have a group of their own", "{num:,} rows are alone in their group although other rows of the step have the same prompt: their baseline is their own reward"),
-    "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
+    "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} in one group"),
+    "prompts_split": ("prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline"),
+    "rows_alone": ("rows are alone in their group", "{num:,} rows are alone in their group although other rows in the step have the same prompt: their baseline is their own reward"),
+    "advantages_constant": ("constant advantages", "at {num_steps} steps, advantages are equal within each group (mean {value:g}) although rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
-    "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
-    "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g}, not 0: the difference from the mean is rounding, divided by a tiny deviation"),
+    "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: rewards were changed after advantages were computed, or part of each group has its own baseline"),
+    "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0: rounding error divided by a tiny standard deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
-    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts toward the loss"),
-    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
-    "advantages_mixed": ("some advantages follow a different rule", "the advantages of {num:,} rows have {rule}; all others follow the group's mean and scale"),
+    "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
+    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
+    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
-    "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
+    "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow other rows' rewards ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
-    "baseline_unknown": ("group means of the advantages are not 0", "the standard deviation of the group means is {between:.2f} times the rms of the advantages, and no known baseline fits"),
+    "baseline_unknown": ("advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits"),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})"),
-    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
-    "advantages_vary": ("advantages vary within responses", "in {num:,} rows the tokens of a response have different advantages, although {setting} gives each response one"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except that the {end} ones ({zeros:.3g} on average) have 0"),
+    "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response, although {setting} implies one advantage per response"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
-    "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
+    "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
-    "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are those of the step before"),
+    "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses repeat the previous step's"),
     "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count toward the loss but were not sampled"),
-    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
-    "metric_late": ("a logged metric belongs to another step", "{name} equals the mean of the rows {late} one step, at all {num:,} logged steps, and not at its own: values are logged under the wrong step"),
+    "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} equals the rows' mean {late} one step, not at its own step: values are logged under the wrong step"),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
-    "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
-    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy belongs to the {which} position"),
+    "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}: the entropies are in bits, not nats"),
+    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}): each entropy belongs to the {which} position"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled"),
 }  # fmt: skip
-"""Code -> title and sentence template, filled with the numbers of the finding."""
+"""Code -> title and sentence template, filled with the finding's numbers."""
 
 
 Numbers = dict[str, float | str]
@@ -82,14 +83,12 @@ Numbers = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFinding:
-    """A fault in a run's data, or a property worth noting."""
-
     code: str
     """A key of KINDS."""
     share: float
-    """Share of the judged rows, pairs or steps that is affected, from 0 to 1."""
+    """Affected share of the judged rows, pairs or steps."""
     since: int | None
-    """First affected step; None if that is the first step."""
+    """First affected step. None if that is the run's first step."""
     is_notice: bool
     """True if a healthy run may have this property on purpose."""
     numbers: Numbers = field(default_factory=dict)
@@ -107,7 +106,7 @@ def data_text(finding: DataFinding) -> str:
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
-    """Check the data of the selected steps. Tokens are inspected only at the steps of `sample`."""
+    """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
     run = _Run(database, sample)
     checks = (
         _values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _versions, _masked, _finished,
@@ -124,7 +123,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that explain it; it is then left out."""
+"""Finding -> findings that explain it, so that it is left out."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -141,7 +140,7 @@ FROM (
 )
 ORDER BY step, place
 """
-"""One row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` cover the tokens in the loss."""
+"""One row per sequence. Hashes are 0 where not recorded. `largest` and `is_per_token` cover the tokens in the loss."""
 _RESPONSES = """
 SELECT step, hash(prompt_ids, response_ids) AS response, row_number() OVER () AS place FROM sequences
 WHERE {condition} ORDER BY step, place
@@ -155,14 +154,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that chance does not reach even in a thousand steps."""
+"""Number of standard errors not reached by chance even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
     "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Rules under which the advantages of a group still sum to about 0 -> code."""
+"""Rules under which a group's advantages still sum to about 0 -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
@@ -178,9 +177,7 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, column, allowed error if the rows are a sample or weighted, and the names under which frameworks log the mean
-of the column over a step.
-"""
+"""Table, column, allowed error for sampled or weighted rows, and the names frameworks log its mean under."""
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -188,8 +185,6 @@ FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value)
 
 
 class _Run:
-    """The data to check: columns of _ROWS as [N] arrays, ordered by step and then as recorded."""
-
     def __init__(self, database: Database, sample: Sample | None) -> None:
         columns = sequence_columns(database)
         tokens = (_COUNTED if columns.mask else "advantages") if columns.advantages else "NULL"
@@ -207,7 +202,6 @@ class _Run:
     def finding(
         self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
     ) -> DataFinding:
-        """Build a finding from a mask over rows, pairs or steps, and the step index `at` of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
         return DataFinding(
@@ -217,20 +211,20 @@ class _Run:
 
     @cached_property
     def responses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows whose tokens are inspected, [N] bool, and hashes of their prompts and responses."""
+        """Return the rows with inspected tokens, [N] bool, and hashes of their prompts and responses."""
         is_large = self.rows["length"].sum() > MAX_READ_TOKENS
         condition = f"step IN ({self.inspected})" if is_large else "true"
         read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def setting(self, name: re.Pattern[str], value: re.Pattern[str]) -> str:
-        """Return the first setting with a matching name and value, as `name = value`; empty if there is none."""
+        """Return the first setting with a matching name and value as `name = value`, or an empty string."""
         given = ((key, str(each)) for key, each in self.settings.items())
         return next((f"{key} = {each}" for key, each in given if name.search(key) and value.search(each)), "")
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step after which most steps are affected (or, for a temporary fault, the first affected step), or
-        None if that is the first step of the run."""
+        """Return the step after which most steps are affected (for a temporary fault, the first affected step), or None
+        if that is the run's first step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -269,7 +263,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
 
 
 def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards that are equal in the whole run or from a step on."""
+    """Find rewards that are equal in the whole run or from some step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if known.sum() < 8:
@@ -292,7 +286,7 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
 
 
 def _rewards_by_prompt(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards that are equal within every group, in the whole run or from a step on, although responses differ."""
+    """Find rewards that are equal within every group although responses differ, in the whole run or from some step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if known.sum() < 8:
@@ -344,14 +338,12 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
 
 
 def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Number the distinct pairs of label and step, [N], in order of first appearance."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max()) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Find each step's rule from rewards to advantages; report the most common one that is not the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     has_ids = bool(run.rows["group"].any())
     r, a, labels = run.rows["reward"][known], run.rows["advantage"][known], run.labels[known]
@@ -433,7 +425,6 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
 
 def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> Iterator[DataFinding]:
-    """Compare the recorded setting with whether advantages are divided by the group's standard deviation."""
     divides, keeps = run.setting(_DIVIDES, _IS_ON), run.setting(_DIVIDES, _IS_OFF)
     if not divides and not keeps:
         return
@@ -453,7 +444,6 @@ def _normalisation(run: _Run, r: np.ndarray, a: np.ndarray, group: np.ndarray, a
 def _rules(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, length: np.ndarray
 ) -> dict[int, AdvantageRule]:
-    """Return each step's rule; rewards of the steps before and after it are tried, too."""
     parts, rules = [*_parts(at)], {}
     for place, (step, part) in enumerate(parts):
         beside = {"previous": place - 1, "next": place + 1}
@@ -466,11 +456,12 @@ def _rules(
 def _unequal(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find groups whose advantages differ between equal rewards, are not 0 although all rewards are equal, or no
-    longer sum to 0 because rows were removed.
+    """Find groups with an inconsistent baseline.
 
-    `group` holds [N] group numbers, which differ between steps. Returns the code, the affected rows, [N] bool, and the
-    numbers."""
+    Advantages differ between equal rewards, or are not 0 although all rewards are equal, or no longer sum to 0 because
+    rows were removed. `group` holds [N] group numbers that differ between steps. Returns the code, the affected rows
+    ([N] bool), and the numbers.
+    """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
     cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
@@ -520,8 +511,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find rows whose sign or scale differs from that of the others, a mixture of rows with and without division by
-    the standard deviation, or rows whose advantages are 0. Returns the same as `_unequal`."""
+    """Find rows with a different sign or scale, some rows divided by the standard deviation and some not, or rows with
+    advantage 0. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -536,7 +527,6 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
         return None
 
     def scale_of(given: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return advantages / `given` over the median of their step, [N], and the share within 2% of 1."""
         ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
         relative, sign = np.full(len(a), np.nan), np.sign(np.nansum(np.sign(ratio))) or 1.0
         for _, part in _parts(at):
@@ -579,23 +569,23 @@ def _fault_if_changed(finding: DataFinding) -> DataFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """The rule that turns rewards into advantages at one step."""
+    """The rule that turns one step's rewards into advantages."""
 
     name: str
-    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the baseline or order of rewards that fits; empty
-    if nothing fits; `none` if rewards are equal within every group."""
+    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the matching baseline or reward order. Empty if
+    nothing fits, `none` if rewards are equal within every group."""
     correlation: float = 0.0
     """Mean correlation between rewards and advantages within groups."""
     freedom: float = 0.0
     """Rows minus groups."""
     between: float = 0.0
-    """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
+    """Spread between the groups' mean advantages, relative to rms advantage."""
     fit: float = 0.0
-    """Correlation between the recorded advantages and those that the rule gives."""
+    """Correlation between the recorded advantages and the rule's."""
     own: float = 0.0
     """The same with the group's mean as the baseline."""
     factor: float | None = None
-    """Scale of the advantages if no usual normalisation by group or batch explains it, else None."""
+    """Scale of the advantages if no usual group or batch normalisation explains it."""
 
 
 def rule_of(
@@ -607,10 +597,10 @@ def rule_of(
     *,
     explain: bool,
 ) -> AdvantageRule:
-    """Fit the rule between the rewards and advantages of one step, [N]; only their correlation without `explain`.
+    """Fit one step's rule from rewards to advantages [N]. Without `explain`, only compute their correlation.
 
-    `label` holds [N] group labels, in order, `length` [N] numbers of response tokens, and `near` [N] rewards of other
-    steps."""
+    `label` holds [N] group labels in order, `length` [N] response tokens, and `near` [N] rewards from other steps.
+    """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
     spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
@@ -644,8 +634,6 @@ def rule_of(
 def _others(
     r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray, near: Mapping[str, np.ndarray]
 ) -> dict[str, list[np.ndarray]]:
-    """Return the advantages that each rule gives, raw and normalised, by rule."""
-
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         return _normalised(rewards, label, np.abs(r).max())
 
@@ -681,15 +669,14 @@ def _others(
 
 
 def _normalised(rewards: np.ndarray, group: np.ndarray, largest: float) -> list[np.ndarray]:
-    """Return the rewards minus their group's mean, and these divided by the group's standard deviation, [N] each; the
-    latter are NaN if that deviation is only rounding of a reward of size `largest`."""
+    """Return rewards minus their group's mean, raw and divided by the group's standard deviation, [N] each. The latter
+    is NaN if that deviation is only rounding error for a reward of size `largest`."""
     centred = rewards - mean_of(group, rewards)
     size = np.sqrt(mean_of(group, centred**2))
     return [centred, centred / np.where(size > 1e-6 * largest, size, np.nan)]
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio of advantages to rewards minus the group mean; None if the ratio is a usual one or varies."""
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
@@ -703,7 +690,6 @@ def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: 
 
 
 def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
-    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
     means = np.array([r[part].mean() for _, part in _parts(at)])
     constants = {
         "the batch's mean": means, "nothing": 0.0 * means, "the previous step's mean": np.r_[0.0, means[:-1]],
@@ -726,17 +712,15 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean over all rows with the same label, [N]. Labels are integers from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return the number of rows with the same label, [N]."""
     return np.asarray(np.bincount(label)[label])
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation where x is finite; 0 for fewer than 8 rows, or if x or y is constant up to rounding."""
+    """Return the correlation where x is finite, or 0 for fewer than 8 rows or if x or y is constant up to rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
     if len(x) < 8:
         return 0.0
@@ -747,7 +731,6 @@ def _fit(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards in the wrong rows: identical responses have equal rewards only after the rewards are shifted."""
     if not np.isfinite(run.rows["reward"]).any():
         return
     inspected, response = run.responses
@@ -841,28 +824,26 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Logged:
-    """A logged metric next to the mean of the rows, at E steps."""
+    """A logged metric next to the rows' mean, at E steps."""
 
     name: str
     later: int
-    """Offset of the logged value from the rows' own step, in steps."""
+    """Steps between the logged value and the rows' own step."""
     ends: np.ndarray
     """[E] indices of the steps with a logged value."""
     value: np.ndarray
     distance: np.ndarray
-    """[E] distance from the mean of the rows of that step."""
+    """[E] distance from the rows' mean at that step."""
     off: np.ndarray
     """[E] bool: the value contradicts the rows."""
     is_sample: bool
-    """True if most values differ, as they do if other rows were averaged."""
+    """True if most values differ, as when other rows were averaged."""
 
     @property
     def asked(self) -> np.ndarray:
-        """[E] bool: the steps whose value has to be explained."""
         return self.distance > 0 if self.is_sample else self.off
 
     def worst(self, steps: np.ndarray, mean: np.ndarray, by: np.ndarray) -> Numbers:
-        """Describe the step with the largest `by`, [E]."""
         at = int(np.argmax(by))
         end = self.ends[at]
         return {
@@ -878,7 +859,6 @@ def _compared(
     mean: np.ndarray,
     errors: np.ndarray,
 ) -> _Logged | None:
-    """Compare a metric with the rows' means; None if it has fewer than three values."""
     every = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
     ends = np.flatnonzero(np.isfinite(every))
     if len(ends) <= 2:
@@ -897,7 +877,6 @@ def _compared(
 
 
 def _logged_of(run: _Run, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Return what the logged values, [E], average instead of all rows (with mean `mean`, [E]); empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -935,7 +914,6 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
-    """Return the rows of _EQUAL, or none if most steps differ in the sample already."""
     if not {a, b} <= {*scored_passes(run.database)}:
         return []
     if (sample := run.sample) is not None and (sample.a.name, sample.b.name) == (a, b):
@@ -947,7 +925,7 @@ def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Find a ratio of 1 at every token, although the weights were updated in between or the dtypes differ."""
+    """Find a ratio of 1 at every token although the weights were updated in between or the dtypes differ."""
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(run.database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
@@ -1007,7 +985,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return weights for the parts and a constant that together give every reward; None if there are none."""
+        """Return weights for the parts and a constant that together give every reward, if they exist."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
@@ -1094,7 +1072,7 @@ def _after_end(run: _Run) -> Iterator[DataFinding]:
 
 
 def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
-    """Return the sample, its engine pass and its other pass; None without an engine pass."""
+    """Return the sample, its engine pass and its other pass, or None without an engine pass."""
     sample = run.sample
     if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return None
@@ -1102,7 +1080,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True for tokens at the end of a row that only repeat the one before."""
+    """Return [N] bool: tokens at a row's end that only repeat the previous token."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -1237,7 +1215,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
 
 
 def _entropies(run: _Run) -> Iterator[DataFinding]:
-    """Find entropies in bits or shifted by a token. At a given entropy, -logprob averages to that entropy."""
+    """Find entropies in bits or shifted by a token. At any given entropy, -logprob averages that entropy."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at

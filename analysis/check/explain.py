@@ -1,5 +1,8 @@
-"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and
-finally by where the rest is and what it depends on. Each token is attributed to rounding, to a cause, or to neither."""
+"""Explain a mismatch.
+
+Recorded facts come first. Then the explanation that fits the remaining tokens best is accepted, again and again.
+Finally, the rest is located and classified. Each token is explained by rounding, by a cause, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -67,21 +70,20 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, in nats, after subtracting the cost of its parameters. One run in
-100,000 reaches it by chance."""
+"""Minimum evidence for an explanation after subtracting the cost of its parameters (nats). By chance, one run in
+100,000 reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
-"""Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+"""Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
+"""Below this unexplained share, an explanation competes only with others that predict values."""
 MIN_FIRST = 0.6
-"""Minimum probability of a kind for it to be listed before the finding that says in which part of the run the mismatch
-occurs."""
+"""Minimum probability for listing a kind before the finding that says which part of the run is affected."""
 MIN_LIKELY = 0.4
-"""Minimum probability of a kind for it to be reported in addition to the location of the tokens."""
+"""Minimum probability for reporting a kind in addition to the tokens' location."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch at a place to the mismatch elsewhere for ruling out explanations that cover all
-tokens."""
+"""Minimum ratio of the mismatch inside a place to the mismatch outside. Above it, explanations that cover all tokens
+are ruled out."""
 _MAX_PARTS = 3
 _MAX_PLACES = 16
 
@@ -91,12 +93,12 @@ _VALUES = (
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
-"""Explanations in which one side is a fixed function of the other side's distribution."""
+"""Explanations that make one side a fixed function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
 
 
 def explain(data: PairData) -> list[Finding]:
-    """Return the findings, most probable first; never empty."""
+    """Return the findings, most probable first. There is always at least one."""
     engine = find_engine_weights(data)
     parts = [_explain(part, is_known=bool(engine)) for part in _by_precision(data)]
     rest: list[Finding] = []
@@ -110,7 +112,7 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
-"""Fault-free verdicts. If one part of a run has a fault, those on other parts are dropped."""
+"""Fault-free verdicts. They are dropped if another part of the run has a fault."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
@@ -156,18 +158,16 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Explain the mismatch, best explanation first. Each explanation covers what the previous ones leave."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
         if data.num_kept < MIN_LOGPROBS or data.rms() == 0.0:
             break
-        # Recorded declarations are tested first.
+        # Recorded declarations come first.
         given = [*find_declared(data), *find_adapter(data)] if not found else []
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):
-            # Sequences without a declared lag are judged as usual.
             rest = data.within(data.updates_behind[data.seq] == 0)
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
             return [*declared, *(each for each in judged if each.fails)]
@@ -187,8 +187,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if it covers only part of the tokens and nearly all of those that rounding
-    cannot explain are at that place."""
+    """Add a place to the first finding if the finding covers only part of the tokens and nearly all of those beyond
+    rounding are at that place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -203,9 +203,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which it begins, or the steps that it is confined to if there are at most
-    five, unless its tokens may be missing from the other
-    steps by chance."""
+    """Add the step where the first finding begins, or the steps it is confined to (at most five), unless chance could
+    explain its absence elsewhere."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -226,8 +225,8 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Label a finding as visible only once `behind` has been corrected for. Its command would read the original trace, so
-    it is dropped."""
+    """Label a finding as visible only once `behind` is corrected for. Its command is dropped because it reads the
+    original trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
@@ -238,8 +237,11 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop the explanations that a place rules out. If nearly all tokens that rounding cannot explain are at one place
-    and the rest agree, an explanation that covers all tokens without predicting values is wrong about the rest."""
+    """Drop the explanations that a place rules out.
+
+    If nearly all tokens beyond rounding are at one place and the others agree, an explanation that covers all tokens
+    without predicting values is wrong about the others.
+    """
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -289,8 +291,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or one with fewer parameters and at least half of that gain; None
-    if the gain is too small."""
+    """Return the explanation with the largest gain, or a simpler one with at least half of that gain. None if the gain
+    is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -324,9 +326,10 @@ def _parts(data: PairData) -> tuple[str, ...]:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if a place really locates the mismatch.
 
-    Outside the place, rounding must explain the mismatch, and most of the tokens that rounding cannot explain must be
-    inside. The mismatch inside must be larger than rounding can explain, or much larger than outside. If the place is a
-    writer, contract or setting, a factor of three is enough, because rounding does not depend on these."""
+    Rounding must explain the mismatch outside, and most tokens beyond rounding must be inside. The mismatch inside must
+    be larger than rounding can explain, or much larger than outside. For a writer, contract or setting, a factor of
+    three is enough, because rounding does not depend on these.
+    """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
         return False
@@ -350,7 +353,7 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 def is_excessive(data: PairData) -> bool:
     """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
-    factors that do not affect rounding."""
+    something that does not affect rounding."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
@@ -363,8 +366,6 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause and the place that it is confined to. If the place is part of the run, it is a separate
-    finding."""
     if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)

@@ -1,6 +1,6 @@
 """Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it.
 
-The 27 features were selected from 83. On runs of authors left out of the fit, they identify as many faults as all 83.
+The 27 features were selected from 83, and identify as many faults as all 83 on cases from authors left out of the fit.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,12 +22,11 @@ from .where import later_turn, where_text
 MIN_REPEATS = 20
 """Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
-"""Lags, in tokens, of the autocorrelation: short, so that few pairs straddle a change inside a sequence."""
+"""Autocorrelation lags in tokens. They are short so that few pairs straddle a change inside a sequence."""
 
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    """Return the features of the mismatch at the kept tokens, clipped to -8 to 8; 0 if one cannot be measured."""
     found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
@@ -43,8 +42,11 @@ def _size(data: PairData) -> dict[str, float]:
 
 
 def _sampling(data: PairData) -> dict[str, float]:
-    """If the tokens were sampled from a distribution close to both sides, d has mean -mean(d^2) / 2 and exp(-d) has
-    mean 1; errors in recorded values satisfy neither."""
+    """Measure whether d looks like a difference between two distributions.
+
+    If the tokens were sampled from a distribution close to both, mean d is -mean(d^2) / 2 and mean exp(-d) is 1. Errors
+    in recorded values satisfy neither.
+    """
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
     ratio = np.exp(np.clip(-d, -30, 10))
@@ -95,12 +97,12 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Map a score in standard errors to the range -1 to 1, so that large runs do not dominate."""
+    """Map a score in standard errors to -1 to 1, so that large runs do not dominate."""
     return float(np.tanh(score / 6.0))
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus the mean outside, in standard deviations; 0 if either has fewer than 4 values."""
+    """Return the mean inside minus the mean outside in standard deviations, or 0 with fewer than 4 values in either."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -108,16 +110,15 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
 
 @once
 def _moved(data: PairData) -> np.ndarray:
-    """Return the change of the logit that explains d, in nats, clipped to its 1st and 99th percentiles, [K]."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return by how much the log mismatch of the tokens `inside`, [K] bool, is larger in the first third of sequences
-    than in the last third, in standard errors.
+    """Return how much larger the log mismatch is in the first third of sequences than in the last, in standard errors.
 
-    The effect of a different or cached prompt fades along the response, but the effect of different weights does not.
+    `inside` is [K] bool. The effect of a different or cached prompt fades along the response, while the effect of
+    different weights does not.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
@@ -133,15 +134,14 @@ def fades(data: PairData, inside: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) after subtracting its means per token id and per step; 0 if there are too few
-    tokens."""
+    """Statistics of log(|d| / (1 - p)) after subtracting its mean per token id and per step. All 0 with too few tokens."""
 
     persistence: float
-    """Mean autocorrelation over _LAGS; high if the mismatch changes inside sequences."""
+    """Mean autocorrelation over _LAGS. High if the mismatch changes inside sequences."""
     sequence_score: float
-    """How far the share of variance between sequences exceeds what chance produces, in standard deviations."""
+    """Excess share of variance between sequences over chance, in standard deviations."""
     persistence_within: float = 1.0
-    """`persistence` after subtracting the mean of each sequence; 0 if whole sequences are affected."""
+    """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
 
 
 @once
@@ -151,12 +151,12 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # includes final steps in which no token has a finite level
+    num = int(step.max()) + 1  # includes final steps without any finite level
     mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
     level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
     own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
-    # Subtracting a sequence's mean over n tokens lowers the correlation between its tokens by 1 / n.
+    # Subtracting a mean over n tokens lowers the correlation between a sequence's tokens by 1 / n.
     lowered = float(1 / np.average(count, weights=count))
     within = _persistence(level - own[data.seq], known, data.seq) + lowered
     score = variance_between(level[known], data.seq[known])[1]
@@ -173,14 +173,15 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in
-    standard deviations under pure noise; both 0 if there are too few tokens. The values are clipped at the
-    99th percentile of their size.
+    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and its z-score under pure
+    noise.
+
+    Values are clipped at the 99th percentile of their size. Both are 0 with too few tokens.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # A bigram that is repeated in a loop, in the group or at another step is not independent evidence.
+    # A bigram repeated in a loop, in its group or at another step is not independent evidence.
     _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
@@ -191,8 +192,11 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of `values`, [K], that `group`, [K], explains, and its distance from 0
-    in standard deviations under pure noise; both 0 if there is one group or one value per group."""
+    """Return the adjusted share of the variance of `values` [K] explained by `group` [K], and its z-score under pure
+    noise.
+
+    Both are 0 with a single group or one value per group.
+    """
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)
@@ -211,11 +215,12 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return how well d follows the trend of pass a over the steps, in standard errors; 0 for fewer than three steps.
+    """Return how well d follows pass a's trend over the steps, in standard errors over sequences, or 0 for fewer than
+    three steps.
 
-    For each token bigram, the mean of d is multiplied by the trend of its logprob in pass a over the steps. The
-    product is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind
-    pass b. Standard errors are over sequences. The dependence of d on the size of the logprob is removed first.
+    For each token bigram, mean d is multiplied by the trend of its logprob in pass a. The product averages 0 for
+    rounding, and is positive if pass b lags behind pass a and negative in the opposite case. How d depends on the
+    logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -238,14 +243,12 @@ def along_movement(data: PairData) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """How much each side's values differ between occurrences of the same token after the same prefix within a step."""
-
     num: int
     a: float
-    """Rms difference between values of pass a, as a logit error, in nats."""
+    """Rms difference between pass a's values, as a logit error (nats)."""
     b: float
     d: float
-    """Rms of d at these tokens, as a logit error, in nats."""
+    """Rms d at these tokens, as a logit error (nats)."""
 
     @property
     def is_known(self) -> bool:
@@ -273,7 +276,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the non-deterministic side, `a` or `b`, if it accounts for the mismatch; else None."""
+    """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None."""
     found = repeats(data)
     if not found.is_known:
         return None
@@ -286,13 +289,13 @@ def not_repeatable(data: PairData) -> str | None:
 @dataclass(frozen=True, slots=True)
 class MismatchGrowth:
     first: float
-    """Median logit error at the first step, in nats."""
+    """Median logit error at the first step (nats)."""
     later: float
-    """Largest median logit error at any later step, in nats."""
+    """Largest median logit error at any later step (nats)."""
     since: int | None
-    """First step whose median exceeds the geometric mean of `first` and `later`; None if there is none."""
+    """First step with a median above the geometric mean of `first` and `later`, if any."""
     is_sudden: bool = False
-    """True if the error is flat before `since` and again from then on, for at least two steps each."""
+    """True if the error is flat before `since` and again afterwards, for at least two steps each."""
 
     @property
     def ratio(self) -> float:
@@ -320,10 +323,10 @@ def growth(data: PairData) -> MismatchGrowth:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that agree within rounding, and the indices of the remaining ones.
+    """Return the share of sequences that agree within rounding, and the indices of the others.
 
-    The remaining sequences must have more than five times the mismatch of the first group, and at least an eighth of
-    what rounding allows. Otherwise the share is 0 and there are no indices.
+    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. Otherwise,
+    the share is 0 and there are no indices.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -346,8 +349,10 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def sampled_score(data: PairData, side: str) -> float:
-    """Return the mean of a side's logprob + entropy, in standard errors over sequences: near 0 if the tokens were
-    sampled from that side's distribution, and 0 without entropies."""
+    """Return a side's mean logprob + entropy in standard errors over sequences.
+
+    It is near 0 if the tokens were sampled from that side's distribution, and 0 without entropies.
+    """
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
         return 0.0
@@ -373,11 +378,11 @@ REASONS: dict[str, tuple[str, str]] = {
     "near": ("{v:.0%} of the tokens agree within rounding", "only {v:.0%} of the tokens agree within rounding"),
     "correlation": ("the correlation between the two sides' logprobs is {v:.2f}", "the correlation between the two sides' logprobs is only {v:.2f}"),
     "token_score": ("the mismatch depends on the token id", "the mismatch does not depend on the token id"),
-    "bigram": ("the last two token ids explain {v:.0%} of the variance of the mismatch", "the mismatch varies between occurrences of the same two token ids"),
+    "bigram": ("the last two token ids explain {v:.0%} of the mismatch's variance", "the mismatch varies between occurrences of the same two token ids"),
     "later_fall_score": ("the mismatch fades along the response", "the mismatch does not fade along the response"),
-    "position": ("the position explains {v:.0%} of the variance in the size of the mismatch", "the mismatch does not depend on the position"),
+    "position": ("the position explains {v:.0%} of the variance in mismatch size", "the mismatch does not depend on the position"),
     "later_turn": ("the mismatch is larger in later turns", "the mismatch is no larger in later turns than in the first"),
-    "row": ("{v:.0%} of the variance in the size of the mismatch is between rows", "all rows have about the same mismatch"),
+    "row": ("{v:.0%} of the variance in mismatch size is between rows", "all rows have about the same mismatch"),
     "row_signed": ("within each row, most differences have the same sign", "within rows, differences have both signs"),
     "row_in_step": ("some steps have a larger mismatch than others", "all steps have about the same mismatch"),
     "first_step": ("the mismatch is already large at the first step", "the first step agrees within rounding"),
@@ -391,14 +396,14 @@ REASONS: dict[str, tuple[str, str]] = {
         "in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
-"""Feature -> phrases for values v above and below the mean of the runs that the model was fitted to."""
+"""Feature -> phrases for values v above and below the fitted runs' mean."""
 
 
 # --- The fitted model and its evidence
 
 NO_FAULT = "rounding"
 MAX_DISTANCE = 4.0
-"""Bound on a standardised feature. Beyond it, a run resembles none of the runs that the model was fitted to."""
+"""Bound on a standardised feature. Beyond it, a run is unlike any of the fitted runs."""
 
 MAX_REASONS = 3
 SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"
@@ -410,9 +415,9 @@ class Model:
     features: tuple[str, ...]
     kinds: tuple[str, ...]
     mean: np.ndarray
-    """[F] means of the fitted runs."""
+    """[F] means over the fitted runs."""
     scale: np.ndarray
-    """[F] standard deviations of the fitted runs."""
+    """[F] standard deviations over the fitted runs."""
     coefficients: np.ndarray
     """[C, F], for standardised features."""
     intercept: np.ndarray
@@ -441,8 +446,8 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best distinguish a kind from the other kinds, best first: name, value, and
-    True if the value is above the mean of the fitted runs."""
+    """Return the features in REASONS that best separate a kind from the others, best first: name, value, and whether it
+    is above the mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -463,7 +468,7 @@ def implied(hint: str) -> str:
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the `judged` and `SIZE` templates that are derived from the numbers of the finding."""
+    """Return derived values for the `judged` and `SIZE` templates."""
     said = []
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:
@@ -491,7 +496,7 @@ def dtypes_text(numbers: Mapping[str, Any]) -> str:
 
 
 def times_text(ratio: float) -> str:
-    """Return a factor with up to three significant digits and without an exponent.
+    """Format a factor with up to three significant digits and no exponent.
 
     >>> times_text(3.14159), times_text(54231.0)
     ('3.14', '54,200')
@@ -500,7 +505,7 @@ def times_text(ratio: float) -> str:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation; NaN for fewer than two values, or if x or y is constant.
+    """Return Pearson's correlation, or NaN for fewer than two values or a constant series.
 
     >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
     -1.0

@@ -1,4 +1,4 @@
-"""Findings of a check, the faults they report, and explanations of a mismatch with their likelihoods."""
+"""Findings, the faults they report, and candidate explanations with their likelihoods."""
 
 from __future__ import annotations
 
@@ -17,43 +17,42 @@ from .where import Where
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
-"""What to fix. `recording`: the two passes do not contain the same quantity for the same tokens. `engine`, `trainer`:
-that side used the wrong weights, cache, experts, context or precision. `computation`: one of the two did, but the trace
-does not show which. `versions`: nothing, because engine and trainer have different policy versions, as in asynchronous
-training."""
+"""What to fix.
+
+`recording`: the passes do not contain the same quantity for the same tokens. `engine`, `trainer`: that side used the
+wrong weights, cache, experts, context or precision. `computation`: one of them did, but the trace does not show which.
+`versions`: nothing. Engine and trainer have different policy versions, as in asynchronous training.
+"""
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fault, or a fault-free verdict, found by a check."""
-
     code: str
     """A key of faults.FAULTS or faults.HEALTHY."""
     signal: str
     """How the fault was detected: a key of `Fault.evidence`."""
     effect: float
-    """Root mean square of d over the affected tokens, in nats; NaN if one pass has no values there."""
+    """Rms d over the affected tokens (nats). NaN if one pass has no values there."""
     share: float
-    """Affected share of the compared tokens, 0 to 1."""
+    """Affected share of the compared tokens."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains, 0 to 1; 1 for faults found by comparing bits."""
+    """Share of the mismatch explained by the fault. 1 for faults found by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes explain the finding, so that the comparison is still valid."""
+    """True if the recorded engines and dtypes explain the finding, so that the comparison stays valid."""
     next: Advice = NOTHING
-    """Command that confirms the finding; empty if nothing is left to confirm."""
+    """Command that confirms the finding. Empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
-    """Fitted values, counts and names of passes that the evidence template needs."""
+    """Fitted values, counts and pass names for the evidence template."""
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """[N] bool: the sampled tokens that the finding covers; None once they have been counted."""
+    """Title of the fault or, if known, its cause."""
     cause: str = ""
-    """Title of the fault, or of its cause if that is known."""
+    """Title of the fault, or of its cause if known."""
     side: Broken | None = None
-    """What to fix; None for a fault-free verdict."""
+    """What to fix, or None for a fault-free verdict."""
 
     @property
     def title(self) -> str:
-        """`cause` or, for a change over time, the step at which the mismatch grows."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -64,18 +63,15 @@ class Finding:
 
     @property
     def since(self) -> int | None:
-        """First inspected step of a `subset` finding that lasts to the end of the run; None otherwise."""
         since = self.numbers.get("since")
         return int(since) if self.code == "subset" and since is not None else None
 
     @property
     def fails(self) -> bool:
-        """True if the finding makes the comparison invalid."""
         return self.side is not None and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:
-        """What to fix; None if the finding is not a fault."""
         return self.side if self.fails else None
 
 
@@ -85,18 +81,18 @@ class Fault:
     title: str
     broken: Broken | None
     evidence: Mapping[str, str]
-    """Signal -> sentence template, filled with the numbers of the finding."""
+    """Signal -> sentence template, filled with the finding's numbers."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
-    """Signal -> function that derives further values for the template from the numbers."""
+    """Signal -> function that derives more template values from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Value of `numbers["cause"]` -> title to use instead of `title`."""
+    """Value of `numbers["cause"]` -> title that replaces `title`."""
 
     def finding(
         self, data: PairData, signal: str, affected: np.ndarray | None = None, *, weight: float = 1.0,
         is_expected: bool = False, next: Advice = NOTHING, broken: Broken | None = None, effect: float | None = None,
         share: float | None = None, numbers: Mapping[str, Number],
     ) -> Finding:  # fmt: skip
-        """Build a finding about the kept tokens in `affected`, [K] bool, or about all kept tokens if None."""
+        """Build a finding about the kept tokens in `affected` ([K] bool), by default all."""
         if signal not in self.evidence:
             raise KeyError(signal)
         if share is None:
@@ -121,24 +117,23 @@ class Fault:
 # --- Explanations of a mismatch and their fit
 
 FALSE_SHARE = 1e-3
-"""Expected false discovery rate among the tokens whose d is judged larger than rounding (Benjamini and Hochberg,
-1995)."""
+"""False discovery rate for tokens with d beyond rounding (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution that models rounding errors. Its tails are at least as heavy as
-those of healthy runs."""
+"""Degrees of freedom of the Student t distribution for rounding errors. Its tails are at least as heavy as in healthy
+runs."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, in nats, that is attributed to a different choice of experts if the model is not known to have
-experts. `spread` is used instead if it is larger."""
+"""Largest logit error (nats) attributed to a different expert choice if the model may have no experts. `spread` is used
+instead if it is larger."""
 MIN_OFF_TOKENS = 5
-"""If there are fewer tokens than this that rounding cannot explain, only those that exceed `max_flip` are reported."""
+"""With fewer tokens beyond rounding than this, only those above `max_flip` are reported."""
 MIN_UNCERTAIN = 30
-"""Minimum number of uncertain tokens (1 - p above MIN_REST) needed to measure the level of rounding in a run."""
+"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring a run's rounding level."""
 LEAST_SHARE = 6.0
-"""The noise of a run is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because the measured noise is
-almost 0 if nearly all tokens are bit-identical."""
+"""A run's noise is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because bit-identical tokens can
+bring the measured noise close to 0."""
 MAX_SCORED_TOKENS = 20_000
-"""Approximate maximum number of tokens on which explanations are compared. They are taken in whole rows, spread evenly
-over the sample."""
+"""Approximate maximum number of tokens for comparing explanations. Whole rows are taken, spread evenly over the sample.
+"""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
 _ROUNDS = 6
 
@@ -146,14 +141,16 @@ _ROUNDS = 6
 @dataclass(frozen=True, slots=True)
 class Fit:
     sigma: float
-    """Scale of the rounding error of a logit, in nats."""
+    """Scale of the logit rounding error (nats)."""
     log_likelihood: float
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace). The scale
-    of the rounding errors is sigma * `scale`, added in quadrature to `values`, the error from rounding the recorded
-    logprobs. sigma is at most `most` nats."""
+    """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace).
+
+    Rounding errors have scale sigma * `scale`, with sigma at most `most` nats. `values` is the error from rounding the
+    recorded logprobs and is added in quadrature.
+    """
     size = np.abs(residual)
     if not len(size):
         return Fit(FLOOR_NATS, 0.0)
@@ -193,12 +190,12 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood of the residuals, [K], minus the log likelihood of d and the cost, in nats."""
+    """Return the log likelihood of the residuals [K] minus that of d and the cost (nats)."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of `levels` explained by whether a token is inside, [K] bool."""
+    """Return the share of the variance of `levels` explained by being inside, [K] bool."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -208,21 +205,21 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error, in nats, that is attributed to different experts if the model may have none."""
+    """Return the largest logit error (nats) attributed to different experts if the model may have none."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return a mask, [K] bool, of the tokens whose d rounding cannot explain, at a false discovery rate of FALSE_SHARE.
+    """Return the tokens whose d rounding cannot explain, [K] bool, at a false discovery rate of FALSE_SHARE.
 
-    Rounding errors of a logit are assumed to follow a t distribution with six degrees of freedom. Its scale is measured
-    in the run, but kept between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
+    Logit rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured in
+    the run, limited to 1 / LEAST_SHARE to MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # With too few uncertain tokens, the level of rounding in this run cannot be measured.
+    # With too few uncertain tokens, this run's rounding level cannot be measured.
     least = allowed / LEAST_SHARE if uncertain.sum() >= MIN_UNCERTAIN else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
     # The noise at nearly certain tokens differs from that at other tokens, so they are compared with what the dtypes
@@ -237,41 +234,42 @@ def nobodys(data: PairData) -> np.ndarray:
 
 
 def _beyond(size: np.ndarray) -> np.ndarray:
-    """Return the probability that |t| with six degrees of freedom exceeds `size`."""
     t = size / np.sqrt(6 + size**2)
     near = 1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2)
     return np.asarray(np.where(size > 50, 270 / np.maximum(size, 1) ** 6, np.maximum(near, 0.0)))
 
 
 CLAIM_NATS = 8.0
-"""Cost of reporting any cause, in nats. It limits causes reported by chance to one run in 3,000."""
+"""Cost of reporting any cause (nats). It limits chance reports to one run in 3,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
     finding: Finding
     tokens: np.ndarray
-    """[N] bool: tokens that it explains if it is accepted."""
+    """[N] bool: tokens explained if it is accepted."""
     gain: float
-    """Increase in the log likelihood of d compared with no explanation, in nats, minus the cost."""
+    """Log likelihood gained over no explanation, minus the cost (nats)."""
     left: float | None = None
-    """Share of the mismatch at `tokens` that the prediction leaves unexplained; None if it does not predict sizes."""
+    """Share of the mismatch at `tokens` that the prediction leaves. None if it does not predict sizes."""
     rank: int = 0
-    """Lower for fewer parameters. Among the explanations with at least half of the best gain, the lowest rank wins."""
+    """Lower for fewer parameters. Among explanations with at least half of the best gain, the lowest rank wins."""
     right: np.ndarray | None = None
-    """[N] d after correcting the fault, e.g. by moving values or converting units; None if it cannot be corrected."""
+    """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
+    corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding that describes the place, if the explanation covers only the values at that place."""
+    """Finding about the place, if the explanation covers only the values at that place."""
 
 
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
 ) -> Hypothesis:  # fmt: skip
-    """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
+    """Return an explanation that predicts d at `tokens` ([K] bool, default all) up to a residual ([K] nats).
 
-    `cost` is the cost of its parameters, in nats. If `is_right`, the residual is what d would be without the fault, and
-    is judged again."""
+    `cost` is the cost of its parameters (nats). With `is_right`, the residual is what d would be without the fault, and
+    is judged again.
+    """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = None
@@ -286,8 +284,11 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Each sign
-    is equally likely for a rounding error, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats."""
+    """Return an explanation that predicts the sign of d ([K] -1, 0 or 1) but not its size.
+
+    Rounding errors have either sign with equal probability, so a share p of correct signs in n tokens gains n (log 2 -
+    H(p)) nats.
+    """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
@@ -299,7 +300,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens have a large d. The size of d is fitted, not predicted."""
+    """Return an explanation that predicts which tokens have a large d. Its size is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -1,7 +1,6 @@
-"""Input of the detectors: the sampled tokens that no finding explains yet, contracts, sums over the run, and the
-precision of both passes, which determines how much rounding to expect.
+"""What the detectors read: unexplained tokens, contracts, sums, and both passes' precision, on which rounding depends.
 
-Shapes: N sampled tokens in S sequences; K kept tokens, which no earlier finding explains.
+Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 FEW_TOKENS = 500
-"""Below this many tokens, only gross faults can be detected."""
+"""With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
-"""Minimum 1 - p of an informative token. Below it, changes in the logits barely affect the logprob."""
+"""Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
 LEAST_REST = 1e-3
-"""Minimum 1 - p assumed when converting d into a change in a token's logit."""
+"""Minimum 1 - p assumed when converting d into a logit change."""
 TOKEN_SHRINKAGE = 10.0
-"""Pseudo-count of tokens used to shrink the mean of each token id towards the overall mean."""
+"""Pseudo-count for shrinking each token id's mean towards the overall mean."""
 
 
 @dataclass(kw_only=True)
 class PairData:
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given."""
     condition: str = ""
-    """The `steps` option as an SQL condition; empty for all steps."""
+    """The `steps` option as an SQL condition. Empty for all steps."""
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
@@ -49,9 +47,9 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and the rms of d there, in nats; None if that step is among the selected ones."""
+    """First step of the run and its rms d (nats). None if that step is selected anyway."""
     keep: np.ndarray
-    """[N] bool: True for compared tokens that no earlier finding explains."""
+    """[N] bool: compared tokens that no earlier finding explains."""
 
     def without(self, explained: np.ndarray) -> PairData:
         """Drop the tokens in `explained`, [N] bool."""
@@ -62,15 +60,16 @@ class PairData:
         return self.without(self.marked(~inside))
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
-        """Turn a mask over the kept tokens, [K], into one over the sampled tokens, [N]."""
+        """Turn a mask over kept tokens [K] into a mask over sampled tokens [N]."""
         marks = np.zeros(len(self.keep), bool)
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Change pass b so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens where `right` is NaN are
-        dropped. If other tokens of a row have a similarly large d, the row is dropped except for `tokens`, because its
-        values are misplaced, too."""
+        """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
+
+        If other tokens in a row have a similarly large d, their values are misplaced, too, so only `tokens` are kept.
+        """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
@@ -80,17 +79,15 @@ class PairData:
 
     @cached_property
     def a(self) -> np.ndarray:
-        """[K] logprobs of pass a."""
         return np.asarray(self.sample.a.logprobs[self.keep])
 
     @cached_property
     def b(self) -> np.ndarray:
-        """[K] logprobs of pass b."""
         return np.asarray(self.sample.b.logprobs[self.keep])
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[K] a - b, in nats."""
+        """[K] a - b (nats)."""
         return np.asarray(self.sample.d[self.keep])
 
     @cached_property
@@ -105,13 +102,12 @@ class PairData:
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] optimizer updates by which pass b lags behind pass a, from the policy versions; 0 if unknown."""
+        """[S] optimizer updates that pass b lags behind pass a according to policy versions. 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of the distribution that each token was sampled from, in nats: that of pass a if it has
-        entropies, else that of pass b; None if neither has."""
+        """[K] entropy of each token's distribution (nats), from pass a or else pass b. None if neither has entropies."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -119,14 +115,16 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p for the larger p of the two: change of the logprob per change of the logit (arXiv 2512.23087)."""
+        """[K] 1 - p for the larger p: logprob change per logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] ratio of d to the change in the token's logit that would explain it. For small d this is 1 - p (arXiv
-        2512.23087); otherwise the change is the difference of the log-odds, and the ratio lies between the two sides'
-        values of 1 - p, each at least LEAST_REST."""
+        """[K] ratio of d to the logit change that would explain it.
+
+        For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
+        the ratio lies between both sides' 1 - p, each at least LEAST_REST.
+        """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -135,8 +133,7 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale, in nats: the change in the token's logit that would explain d; NaN where 1 - p is too
-        small."""
+        """[K] |d| / scale (nats): the logit change that would explain d. NaN where 1 - p is too small."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
@@ -147,8 +144,7 @@ class PairData:
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean of the token id, so that only the effect of a token's location is
-        left."""
+        """[K] `level` minus the token id's shrunken mean, which leaves only the effect of a token's location."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -174,7 +170,7 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of the kept sequences in pass `a` or `b`; empty if none is recorded."""
+        """Return the kept sequences' most frequent contract in pass `a` or `b`. Empty if none is recorded."""
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
@@ -199,7 +195,7 @@ def declared(contract: Contract, *path: str) -> Any:
 
 
 def named(contract: Contract, *names: str) -> dict[str, Any]:
-    """Return the settings of a contract, at any depth, that have one of these names."""
+    """Return a contract's settings, at any depth, that have one of these names."""
     found: dict[str, Any] = {}
     for name, value in contract.items():
         found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
@@ -209,56 +205,50 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
-in float32 differ by more than float32 rounding, because their kernels round the inputs of products (0.0019 nats rms at
-8 billion parameters).
-"""
+"""dtype -> relative error of one rounding. TensorFloat-32 has float16's mantissa. Between a float32 engine and trainer,
+the mismatch exceeds float32 rounding because kernels round matmul inputs (0.0019 nats rms at 8 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`. `spread` is a factor because
-large logits have large errors. In units of the standard deviation of the log-odds alone, the error is 0.3 to 10 on an
-H100 (models of up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and
-up to 16 for very sharp policies."""
+"""Usual maximum rms logit error, in units of the roundoff times `spread`, because large logits have large errors.
+Divided by the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models with up to 130
+million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
+policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
-"""dtype -> number of significant bits; float8 is e4m3."""
+"""dtype -> number of significant bits. float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
-"""dtype -> exponent of the smallest normal number, as in `frexp`; below it, values are evenly spaced."""
+"""dtype -> exponent of the smallest normal number, as in `frexp`. Below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Grids to try for probabilities: the number of equal steps between 0 and 1."""
+"""Probability grids to try: number of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
-"""Maximum rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Below it, the classifier
-decides. Of 576 healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies,
-99% stay below it, and the largest reaches 3.5."""
+"""Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
+576 healthy runs with tiny, often very sharp models, by an author who had not read `check`, 99% stay below it and the
+largest reaches 3.5."""
 MIN_SPREAD = 1.0
-"""Minimum `spread` of the log-odds, in nats."""
 FLOOR_NATS = 1e-5
-"""Minimum scale assumed for d, in nats: float32 logprobs below 16 nats have errors of 1e-6."""
+"""Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from the grid,
-in steps, at which a logit difference is considered to be on it: four times the error of a float32 logprob."""
+"""dtype -> grid steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance, in steps, that
+counts as on the grid: four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """dtypes of one pass, as declared by its contract or inferred from its values; None where unknown."""
-
     declared: str | None
     logits: str | None
     """dtype that the logits were rounded to."""
     values: str | None
-    """dtype that the logprobs themselves were rounded to."""
+    """dtype that the logprobs were rounded to."""
     has_tf32: bool = False
-    """True if the contract allows TensorFloat-32 in float32 matrix products."""
+    """True if the contract allows TensorFloat-32 in float32 matmuls."""
 
     @property
     def rounded(self) -> str | None:
-        """`values` if it is coarser than float32, else None."""
         return None if self.values == "float32" else self.values
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype, declared or inferred; None if unknown. float32 logits alone do not determine it, because the
-        layers before the head may be coarser."""
+        """Coarsest dtype, declared or inferred. float32 logits alone do not determine it, because layers before the
+        head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP]
@@ -285,7 +275,7 @@ def coarsest(data: PairData) -> dict[str, str | None]:
 
 
 def dtype_of(contract: Contract) -> str | None:
-    """Return the torch name of the dtype that a pass was computed in; None if the contract names none."""
+    """Return the pass's compute dtype in torch's notation, or None if the contract names none."""
     if (dtype := engine_dtype(contract)) is not None:
         return dtype
     if (built := declared(contract, "model", "built_in")) is not None:
@@ -301,11 +291,11 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, `steps of`
-    some size, or `probabilities in steps of` a fraction; None if too few are informative.
+    """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, `decimals`, `steps of` or
+    `probabilities in steps of`.
 
-    If 95% of the values fit both a dtype and a grid, the dtype is returned unless the grid has less than half as many
-    points.
+    None if too few are informative. If 95% of values fit both a dtype and a grid, the dtype wins unless the grid has
+    less than half as many points.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -331,7 +321,6 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 
 
 def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
-    """Return the grid steps to try, with their names: decimals, and the common divisor of repeated values."""
     steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
     least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
     if least > 1e-4:
@@ -342,7 +331,7 @@ def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
 
 @once
 def allowed_noise(data: PairData) -> float:
-    """Return the largest rms error of a logit that rounding explains, in nats."""
+    """Return the largest rms logit error that rounding explains (nats)."""
     # An unknown dtype could be bfloat16: logits in float16 do not reveal the dtype of the layers before the head.
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
@@ -351,8 +340,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the log-odds of the sampled tokens, in nats, at least MIN_SPREAD: their standard deviation,
-    added in quadrature to their mean if that is positive."""
+    """Return the sampled tokens' log-odds spread (nats), at least MIN_SPREAD: standard deviation plus, in quadrature,
+    any positive mean."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
@@ -361,13 +350,13 @@ def spread(data: PairData) -> float:
 
 
 def log_odds(logprobs: np.ndarray) -> np.ndarray:
-    """Return log(p / (1 - p)), [K]; at most about 14 for tokens that are certain."""
+    """Return log(p / (1 - p)) [K], at most about 14 for certain tokens."""
     return np.asarray(logprobs - np.log(np.maximum(-np.expm1(np.minimum(logprobs, 0.0)), 1e-6)))
 
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return the error [K] in d from rounding of the recorded logprobs, in nats: half a unit in the last place."""
+    """Return the error in d from rounding the recorded logprobs: half a unit in the last place, [K] nats."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.rounded is not None:
@@ -376,7 +365,7 @@ def value_rounding(data: PairData) -> np.ndarray:
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return half the distance between neighbouring values, [K], at a precision named by `value_precision`."""
+    """Return half the distance between neighbouring values [K] at a precision from `value_precision`."""
     if precision in HALF_ULP:
         exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT.get(precision, -126))
         return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
@@ -390,19 +379,18 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return the logit error that would explain d, plus the error from rounding of the recorded values, [K] nats."""
+    """Return the logit error that would explain d, plus the error from rounding recorded values, [K] nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
 @once
 def levels(data: PairData) -> np.ndarray:
-    """Return log(logit error + a quarter of its median), [K]."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def level(data: PairData) -> float:
-    """Return sqrt(sum d^2 / sum (1 - p)^2), in nats: the rms change of the logits that explains d, clipped at the 99th
+    """Return sqrt(sum d^2 / sum (1 - p)^2) in nats: the rms logit change that explains d, clipped at the 99th
     percentile."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
@@ -413,11 +401,10 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the dtype of the logits from differences of logprobs in one context; None if there are too few.
+    """Return the logits' dtype from logprob differences within one context, or None with too few.
 
-    In one context, the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are
-    multiples of 2^-7, and so are their differences for any dtype of the softmax; a temperature divides the
-    spacing.
+    In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
+    so are their differences, whatever the softmax dtype. A temperature divides the spacing.
     """
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
@@ -448,7 +435,6 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_mixture(data: PairData) -> bool | None:
-    """Return True if a contract or the model configuration names experts; None if neither describes the model."""
     texts = [
         str(declared(data.contract(side), *path) or "")
         for side in "ab"

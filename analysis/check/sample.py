@@ -1,4 +1,4 @@
-"""Read the input of a check: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
+"""Read the input for a check: sums over all tokens in two passes, and a sample of tokens to inspect one by one.
 
 Shapes: N sampled tokens in S sequences, concatenated.
 """
@@ -25,32 +25,30 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum number of steps whose tokens are read: enough to distinguish a constant mismatch from a trend, and few enough
-to read within seconds."""
+"""Maximum number of steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read
+within seconds."""
 MIN_SAMPLED_STEPS = 2
 """Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
-"""Approximate limit on the tokens read from disk. Steps are read whole, so it can be exceeded."""
+"""Approximate limit on tokens read from disk. Whole steps are read, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens inspected one by one. A fault in 0.1% of the tokens still affects 100 of these."""
+"""Maximum number of tokens to inspect one by one. A fault in 0.1% of tokens still affects 100 of these."""
 MAX_NAMED = 1000
-"""Maximum number of sequences named in a query. With more, whole steps are read."""
+"""Maximum number of sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this, in nats. In a model with flat-tailed
-distributions, 5% of the sampled tokens are unlikely."""
+"""A token is unlikely if logprob + entropy is below this (nats). In a model with flat-tailed distributions, 5% of
+sampled tokens are unlikely."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens to conclude that they were not sampled. In healthy runs, fewer than 2%
-of the sequences have that many."""
+"""Minimum run of unlikely tokens for concluding that they were not sampled. In healthy runs, fewer than 2% of sequences
+contain such a run."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums over the tokens of each of R sequences, as defined in schemas.sums."""
-
     steps: np.ndarray
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R] values; 0 for sequences in which no token has a finite logprob in both passes."""
+    """Sum name -> [R] values. 0 for sequences without a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,12 +60,11 @@ class PairSums:
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d, in nats. It is the same for any order of the sequences."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
 
     @property
     def worst_steps(self) -> list[int]:
-        """The step with the largest mean squared d, and the one with the most non-finite or missing logprobs."""
+        """The steps with the largest mean squared d and with the most non-finite or missing logprobs."""
         steps, place = np.unique(self.steps, return_inverse=True)
         of_step = {name: np.bincount(place, values) for name, values in self.columns.items()}
         squares = of_step["sum_d2"] / np.maximum(of_step["num_tokens"], 1)
@@ -76,10 +73,10 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. If there is a cluster, it first computes and
-    stores them.
+    """Read the sums stored in the trace, or compute them from the tokens. With a cluster, they are first computed there
+    and stored.
 
-    `names` are columns of schemas.sums, starting with NEEDED_SUMS, or SUM_EXP_ABS_D if the trace stores no sums.
+    `names` are columns of schemas.sums. They start with NEEDED_SUMS, or SUM_EXP_ABS_D if the trace stores no sums.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
@@ -118,21 +115,21 @@ def _sums_of_rows(names: tuple[str, ...], rows: pa.RecordBatch) -> dict[str, np.
 class PassSample:
     name: str
     logprobs: np.ndarray
-    """[N] float64, in nats; NaN where missing."""
+    """[N] float64 (nats). NaN where missing."""
     is_null: np.ndarray
-    """[N] bool: True where no logprob was recorded."""
+    """[N] bool: no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64, in nats, NaN where missing; None if no sequence has entropies."""
+    """[N] float64 (nats), NaN where missing. None if no sequence has entropies."""
     versions: np.ma.MaskedArray
-    """[S] int64, policy version of the weights that scored each sequence; masked where unknown."""
+    """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
-    """[S] contract hash of each sequence; None where unknown."""
+    """[S] contract hashes. None where unknown."""
     writers: list[str]
-    """[S] name of the process that recorded each sequence."""
+    """[S] name of the recording process."""
     forward_row: np.ndarray
-    """[S] index of each sequence in its forward pass; NaN where unknown."""
+    """[S] index in the forward pass. NaN where unknown."""
     pad_left: np.ndarray
-    """[S] padding tokens before each prompt in its forward pass; NaN where unknown."""
+    """[S] padding tokens before the prompt in the forward pass. NaN where unknown."""
 
 
 @dataclass(kw_only=True)
@@ -140,24 +137,23 @@ class Sample:
     a: PassSample
     b: PassSample
     tokens: np.ndarray
-    """[N] token ids."""
     mask: np.ndarray
-    """[N] bool: True for tokens included in the loss."""
+    """[N] bool: tokens in the loss."""
     starts: np.ndarray
     """[S + 1] offset of each sequence's first token, then N."""
     steps: np.ndarray
     seq_ids: list[str]
     group_ids: list[str | None]
     prompts: list[list[int] | None]
-    """[S] token ids of each prompt; None where unknown."""
+    """[S] prompt token ids. None where unknown."""
     versions: np.ma.MaskedArray
-    """[S] int64, policy version of the weights that sampled each sequence; masked where unknown."""
+    """[S] int64 policy version of the sampling weights. Masked where unknown."""
     settings: dict[str, np.ndarray]
-    """Name of a sampling setting -> [S] values, NaN where unknown."""
+    """Sampling setting -> [S] values, NaN where unknown."""
     outcomes: dict[str, np.ndarray]
     """`reward` and `advantage` -> [S] values, NaN where unknown."""
     finish_reasons: list[str | None]
-    """[S] reason why sampling ended; None where unknown."""
+    """[S] why sampling ended. None where unknown."""
 
     @cached_property
     def num_sequences(self) -> int:
@@ -180,40 +176,40 @@ class Sample:
 
     @cached_property
     def previous(self) -> np.ndarray:
-        """[N] int64 id of the preceding token in the response; -1 for the first token."""
+        """[N] int64 id of the preceding response token. -1 for the first."""
         before = np.concatenate([[-1], self.tokens[:-1].astype(np.int64)])
         return np.where(self.position > 0, before, -1)
 
     @cached_property
     def bigrams(self) -> np.ndarray:
-        """[N] int64 that identifies the pair of each token id and the preceding one."""
+        """[N] int64 that identifies each pair of token id and preceding id."""
         return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
 
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
-        """[S] number of prompt tokens; 0 where unknown."""
+        """[S] number of prompt tokens. 0 where unknown."""
         return np.array([0 if prompt is None else len(prompt) for prompt in self.prompts])
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[N] logprob(a) - logprob(b), in nats; NaN where either is missing or not finite."""
+        """[N] logprob(a) - logprob(b) (nats). NaN where either is missing or not finite."""
         with np.errstate(invalid="ignore"):
             d = self.a.logprobs - self.b.logprobs
         return np.where(np.isfinite(d), d, np.nan)
 
     @cached_property
     def compared(self) -> np.ndarray:
-        """[N] bool: True for tokens included in the loss whose logprobs are finite in both passes."""
+        """[N] bool: tokens in the loss with finite logprobs in both passes."""
         return np.asarray(self.mask & np.isfinite(self.d))
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and the response tokens before each token."""
+        """[N] hash of the prompt and the preceding response tokens."""
         return self._keys[0]
 
     @property
     def token_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and the response tokens up to and including each token."""
+        """[N] hash of the prompt and the response up to and including each token."""
         return self._keys[1]
 
     @cached_property
@@ -234,7 +230,6 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return the length of the run of equal flags that each token is in, within its sequence, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 
@@ -277,7 +272,6 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
 
 
 def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
-    """Return a condition on the sequences that `_within` keeps, so that DuckDB does not decode the others."""
     tokens = tokens_by_step(database)
     if sum(tokens[step] for step in steps) <= MAX_SAMPLED_TOKENS:
         return ""

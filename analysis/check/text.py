@@ -16,14 +16,14 @@ _INDENT = "  "
 _DATA = "rewards, advantages and groups (these do not affect the comparison of logprobs):"
 
 NOTES: Mapping[str, str] = {
-    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding; record more "
+    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding. Record more "
     "sequences",
     "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from "
     "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
     "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
     "sampled cannot be detected",
-    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the direction of the mismatch",
-    "no_prompts": "prompts were not recorded, so the precision of logits and the use of prompt caches cannot be checked",
+    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the mismatch's direction",
+    "no_prompts": "prompts were not recorded, so logit precision and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
 }
 
@@ -32,7 +32,7 @@ BROKEN: Mapping[str | None, str] = {
     "engine": "the engine is wrong",
     "trainer": "the trainer is wrong",
     "computation": "the engine or the trainer is wrong",
-    "versions": "the policy versions of the two sides differ",
+    "versions": "the two sides' policy versions differ",
 }
 
 
@@ -50,7 +50,7 @@ def note_texts(result: CheckResult) -> list[str]:
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
-    """Render the verdict, then the evidence and the next command for every finding."""
+    """Render the verdict, then each finding's evidence and next command."""
     result = shown(result)
     inspected = (
         "all inspected individually"
@@ -89,7 +89,7 @@ def _data_text(finding: DataFinding) -> str:
 
 
 def checked_json(result: CheckResult) -> dict[str, Any]:
-    """Return a check as JSON: codes, all numbers, and the sentences rendered from them."""
+    """Return a check as JSON: codes, all numbers, and the rendered sentences."""
     findings = [
         {name: value for name, value in asdict(each).items() if name != "tokens"}
         | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}

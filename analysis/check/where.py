@@ -1,8 +1,7 @@
 """Find where a mismatch occurs, as the shortest description of the affected tokens.
 
-A description splits the tokens by one feature, such as a setting of their sequence, a position or a token id. Its
-evidence is the gain in log likelihood, in nats, from fitting a separate level of mismatch to each part, minus the cost
-of the description.
+A description splits tokens by one feature, such as a sequence setting, a position or a token id. Its evidence is the
+log likelihood gained by fitting a separate mismatch level to each part (nats), minus the cost of the description.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -23,34 +22,31 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio of the mean mismatches of the two parts. Healthy runs vary by less than a factor of 2."""
+"""Minimum ratio between the two parts' mean mismatches. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, in nats. So many descriptions are tried that one can reach 10 by chance."""
+"""Minimum evidence for a description (nats). With so many descriptions, one can reach 10 by chance."""
 MIN_PART_UNITS = 4
 """Minimum number of sequences or tokens on each side of a threshold."""
 MAX_COVERED = 0.95
-"""Maximum share of the tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
+"""Maximum share of tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Token ids that trigger the mismatch are searched for only if it begins partway through at least this many rows."""
+"""Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between a triggering id and the first visibly wrong token. A gap is allowed because nearly
-certain tokens can mask the onset."""
+"""Maximum number of tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between
+can mask the onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """A description of the affected tokens."""
-
     feature: str
-    """A key of FEATURES, or a feature with a number or a side in its name."""
+    """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How the feature selects tokens: `from` a value on, `before` a value, `one_of` some values, or `is` for a
-    boolean."""
+    """How the feature selects tokens: `from` a value, `before` a value, `one_of` some values, or `is` for a boolean."""
     values: tuple[Any, ...]
-    """The threshold, or the values; empty for `is`."""
+    """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
     """[K] bool: tokens that fit the description."""
     gain: float
@@ -59,7 +55,7 @@ class Where:
     mean_ratio: float
     """The same ratio of arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
-    """Median logit error outside, in nats."""
+    """Median logit error outside (nats)."""
 
     @property
     def values_text(self) -> str:
@@ -74,11 +70,11 @@ class Where:
 FEATURES = {
     "first_token": "the first token of the response",
     "last_token": "the last token of the response",
-    "from_end": "the distance from the end of the response in tokens",
+    "from_end": "the distance from the response's end in tokens",
     "position": "the position in the response",
     "total_position": "the position in prompt and response",
     "token_id": "the token id",
-    "token_before": "the id of the previous token",
+    "token_before": "the previous token's id",
     "after_ids": "an earlier token's id",
     "from_ids": "the id of this token or an earlier one",
     "token_repeated": "tokens that occurred earlier in the row",
@@ -93,8 +89,8 @@ FEATURES = {
     "contract": "the contract",
     "forward_row": "the row index in the forward pass",
     "pad_left": "the left padding",
-    "row": "the index of the row in its step",
-    "group_rank": "the index of the row in its group",
+    "row": "the row index in the step",
+    "group_rank": "the row index in the group",
     "group_id": "the group id",
     "prompt_seen_before": "the flag `prompt occurred at an earlier step`",
     "reward_above_0": "the flag `reward above 0`",
@@ -102,12 +98,12 @@ FEATURES = {
     "finish_reason": "the finish reason",
     "response_length": "the response length in tokens",
     "prompt_length": "the prompt length in tokens",
-    "total_length": "the combined length of prompt and response in tokens",
+    "total_length": "the combined prompt and response length in tokens",
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass to features of one
-pass."""
+"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass where it matters.
+"""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
@@ -154,12 +150,12 @@ def places(data: PairData) -> list[Where]:
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return a minimal set of token ids that seem to trigger the mismatch; empty if there is none.
+    """Return a minimal set of token ids that seem to trigger the mismatch, possibly empty.
 
-    An id qualifies if it occurs just before the onset in several rows, and well before the onset in only a few.
+    An id qualifies if it occurs just before the onset in several rows, and well before it in only a few.
     """
     noise = logit_error(data)
-    off = noise > 50 * np.quantile(noise, 0.1)  # six standard deviations of the unaffected tokens
+    off = noise > 50 * np.quantile(noise, 0.1)
     if not MIN_TRIGGERED < off.sum() < MAX_COVERED * data.num_kept:
         return []
     tokens = data.sample.tokens[data.keep]
@@ -203,8 +199,6 @@ def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best split by a feature. `values` and `level` have one entry per sequence in `rows`, or per token
-    if `rows` is None."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -244,7 +238,6 @@ def _split(
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted distinct values and the index of each value among them, without sorting integers."""
     whole = values.astype(np.int64) if values.dtype.kind in "bf" else None
     if whole is None or not len(whole) or (whole != values).any() or np.ptp(whole) > 4 * len(whole):
         return np.unique(values, return_inverse=True)
@@ -258,8 +251,8 @@ def _best(
 ) -> tuple[float, Kind, np.ndarray] | None:
     """Return the best split as (gain, kind, indices of the values inside), or None.
 
-    `counts` and `sums`, [V], hold the number of units (sequences or tokens) with each of the V values and the sum of
-    their levels; `level` holds the levels of all units.
+    For each of V values, `counts` and `sums` have the number of units (sequences or tokens) and the sum of their
+    levels. `level` has every unit's level.
     """
     num = len(level)
     sums = sums - counts * level.mean()
@@ -278,7 +271,7 @@ def _best(
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
-        if name.startswith("token"):  # tokens with one id have similar levels, so the means of the ids must split, too
+        if name.startswith("token"):  # tokens with the same id have similar levels, so the ids' means must split, too
             means, size = sums / counts, np.arange(1, len(known))
             of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
             worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
@@ -358,7 +351,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between successive affected tokens of a row, if it is nearly constant."""
+    """Return the distance between successive affected tokens in a row if it is nearly constant."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
@@ -383,7 +376,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return the index of each sequence in its step, [S], ordered by the number in its id."""
+    """Return each sequence's index within its step [S], ordered by the number in its id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):
@@ -394,7 +387,7 @@ def recorded_order(sample: Sample) -> np.ndarray:
 
 @once
 def occurrences(data: PairData) -> dict[str, np.ndarray]:
-    """Return how often each token, [K], occurs earlier in its `response` and in its `row` (prompt and response)."""
+    """Return how often each token [K] occurs earlier in its `response` and in its `row` (prompt and response)."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     given = [np.asarray(each or (), np.int64) for each in sample.prompts]
@@ -406,7 +399,7 @@ def occurrences(data: PairData) -> dict[str, np.ndarray]:
 
 
 def seen_before(sample: Sample) -> np.ndarray:
-    """Return 1 where the prompt also occurred at an earlier step, else 0; NaN if unknown, [S]."""
+    """Return 1 where the prompt also occurred at an earlier step, 0 elsewhere, NaN if unknown [S]."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
     for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
@@ -416,7 +409,7 @@ def seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the batch of each sequence, [S], by number of rows per batch; `step` for whole steps."""
+    """Return each sequence's batch [S] by number of rows per batch, or `step` for whole steps."""
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
 
 
@@ -445,8 +438,11 @@ def rank_of(label: np.ndarray) -> np.ndarray:
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the part of the rows, as text and as [S] bool, in which `values`, [S], differ most from the rest; None if
-    that may be due to chance. Only features known before sampling are tried. NaN means no value."""
+    """Return the part of the rows (text, [S] bool) where `values` [S] differ most from the others, or None if chance
+    can explain it.
+
+    Only features known before sampling are tried. NaN means no value.
+    """
     there = np.isfinite(values)
     found = []
     for name, column in sequence_columns(sample).items():

@@ -579,7 +579,7 @@ def test_what_is_off_within_a_part_of_the_run_is_named(tmp_path):
     found = check(Recording(rollout=rollout, contracts=BOTH_FP32).write(tmp_path / "trace"))
     text = " ".join(evidence_text(finding) for finding in found.findings)
     assert not found.is_valid
-    assert "the index of the row in its step is at least 16" in text
+    assert "the row index in the step is at least 16" in text
     assert "the position in the response is at least 9" in text
 
 

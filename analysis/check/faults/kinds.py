@@ -1,4 +1,4 @@
-"""Faults identified only by kind or by place, without predicting d token by token, and the fault-free verdicts."""
+"""Faults known only by kind or place, without a prediction for each token, and the fault-free verdicts."""
 
 from __future__ import annotations
 
@@ -43,24 +43,26 @@ from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2
-"""Minimum probability for the second most probable kind to be reported as well."""
+"""Minimum probability for reporting the second most probable kind as well."""
 MAX_ROUNDING = 0.1
-"""A mismatch no larger than rounding is a fault only if its probability of being rounding is below this. With each
-author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it.
-Of 495 runs by an author whose random policies are far sharper, 64 are below it, or 14 if only a quarter of that
-author's kinds is left out of the fit at a time."""
+"""A mismatch no larger than rounding is a fault only if the probability of rounding is below this.
+
+With each author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of H100 executions fall below
+it. An author with far sharper random policies has 64 of 495 runs below it, or 14 if the fit includes three quarters of
+that author's kinds.
+"""
 CLEAR_LAG = 2.5
-"""Minimum |along_movement|, in standard errors, for reporting which side's weights are behind."""
+"""Minimum |along_movement| for saying which side's weights are behind (standard errors)."""
 CLEAR_FADE = 4.0
-"""Decline of the mismatch along responses, in standard errors, above which weights alone cannot explain it. In the 45
-runs with stale or quantised weights that were used to choose this bound, the decline is at most 2.7."""
+"""Decline of the mismatch along responses above which weights alone cannot explain it (standard errors). In the 45 runs
+with stale or quantised weights used to choose this bound, it is at most 2.7."""
 TAIL_RATIO = 10.0
-"""Minimum logit error of a token in the tail, in multiples of the median. Rounding alone reaches 6 to 8."""
+"""Minimum logit error of a tail token, in multiples of the median. Rounding alone reaches 6 to 8."""
 
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
-        "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), but "
+        "equal_weights": "the engine sampled with the trainer's weights (all tensor digests agree), but "
         + SIZE,
         "judged": judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
@@ -118,7 +120,7 @@ ROUTER_FLIPS = Fault(
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the mismatch looks like that of a mixture of experts"
+            else "the mismatch looks like a mixture of experts"
         }
     },
 )  # fmt: skip
@@ -136,13 +138,11 @@ _IMPLIED = {
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
     "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"), "from_ids": ("prompt", "ids"),
 }  # fmt: skip
-"""Feature that distinguishes the affected tokens -> the kind and the cause that it implies."""
+"""Feature of the affected tokens -> the kind and cause it implies."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return an explanation for each place described by a feature in _CONTEXT. Its kind is implied by the place or
-    chosen by the model."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -155,8 +155,6 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, confined to `place` if given, and the next one if it is likely
-    enough."""
     told = None if place is None else _implied(data, place)
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -172,9 +170,9 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if, at the first step, the mismatch is not yet larger at the place than elsewhere.
+    """Return True if the mismatch at the place is not yet larger than elsewhere at the first step.
 
-    That is the case for stale weights, whereas a different context already has its effect at the first step.
+    This points to stale weights. A different context has its effect from the first step.
     """
     steps = data.sample.steps[data.seq]
     first = steps == steps.min()
@@ -192,9 +190,9 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding implied by a place that consists of `tokens`, [N] bool; None if there is no such place.
+    """Return the finding implied by a place that consists of `tokens` ([N] bool), or None.
 
-    If the values are related, only padding and packing imply a finding, because different replicas may have served the
+    If values are related, only padding and packing imply a finding, because different replicas may have served the
     prompts.
     """
     inside = tokens[data.keep]
@@ -217,7 +215,6 @@ def _splits_steps(data: PairData, place: Where) -> bool:
 
 
 def _is_alternating(data: PairData, place: Where) -> bool:
-    """Return True if the place is every other row, as with two replicas, and no packing is recorded."""
     is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
     return place.feature == "not_first_of_2" and not is_packed
 
@@ -283,17 +280,17 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch correlates with factors that do not affect rounding.
-
-    The model is fitted to whole runs, so it is not applied to part of a run.
-    """
+    """Return True if the mismatch correlates with something that does not affect rounding. The model only applies to
+    whole runs."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in a mixture of experts: most tokens agree within rounding, and a few differ by far more, in
-    both directions. `off`, [K] bool, marks the tokens that rounding does not explain."""
+    """Detect router flips in a mixture of experts: a few tokens differ by far more than the others, in both directions.
+
+    `off` ([K] bool) marks the tokens that rounding does not explain.
+    """
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -322,7 +319,6 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
 
 
 def _rounds_routers(data: PairData) -> bool:
-    """Return True if either pass may be computed in 16 bits, so that its routers receive rounded inputs."""
     known = [side.coarsest for side in precisions(data)]
     return None in known or any(dtype in HALF_ULP for dtype in known)
 
@@ -448,7 +444,6 @@ def _is_id_range(place: Where) -> bool:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the step from which on `rows` contains every sequence, if it contains none before; otherwise None."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())
@@ -467,7 +462,7 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
         }
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     return {
-        "level_text": f"{n['level']:.4g}",  # it may be close to `most`
+        "level_text": f"{n['level']:.4g}",  # may be close to `most`
         "bound_text": f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}",
     }
 

@@ -1,5 +1,6 @@
-"""Values recorded at the wrong tokens. A placement maps each token to the token where its value was recorded, and is
-judged by the mismatch that is left.
+"""Values recorded at the wrong tokens.
+
+A placement maps each token to the token where its value was recorded, and is judged by the mismatch that remains.
 
 Shapes: S sequences (rows), R selected rows, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive
 tokens.
@@ -21,27 +22,26 @@ from ..pair_data import PairData, allowed_noise, once
 from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when rows are compared, in nats, even if one side considers the token impossible."""
+"""Maximum cost of a token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| of a row, in nats, for it to be compared with other rows or positions."""
+"""Minimum mean |d| in a row for comparing it with other rows or positions (nats)."""
 MIN_SHIFTED = 0.6
-"""Minimum share of the mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its
-length cannot be realigned."""
+"""Minimum share of mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
+cannot be realigned."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference that a shift or reversal may leave. A wrong shift leaves more than half."""
+"""Maximum share of the difference left by a shift or reversal. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
-"""Shifts tried, in tokens. If positive, the values of pass b come later."""
+"""Shifts to try, in tokens. If positive, pass b's values come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, in nats, of each change of the lag within a row: about two unrelated tokens, so that noise causes none."""
+"""Cost of each lag change within a row (nats): about two unrelated tokens, so that noise causes none."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of the difference that may remain after a row is paired with a different one. A chance match leaves a
-third."""
+"""Maximum share of the difference left after pairing a row with a different one. A chance match leaves a third."""
 MAX_PAIRED_ROWS = 64
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""Number of consecutive tokens compared at once. Fewer would match by chance; more would miss short blocks."""
+"""Number of consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
@@ -76,7 +76,7 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
     of = "the rows of its step" if block == "step" else f"its block of {block} rows"
     told = {
-        "padding": f"by the number of tokens that it is shorter than the longest of {of}: padding is on the opposite side, or was cut off wrongly",
+        "padding": f"by its length difference from the longest of {of}: padding is on the opposite side, or was cut off wrongly",
         "place": f"by its index in {of}: the offsets into packed values are wrong",
     }
     return {
@@ -89,12 +89,12 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
-    causes={"own": "the rows of one side are shifted by different numbers of tokens: wrong padding or offsets",
-            "neighbour": "some tokens have the values of their neighbours",
+    causes={"own": "one side's rows are shifted by different numbers of tokens: wrong padding or offsets",
+            "neighbour": "some tokens have their neighbours' values",
             "reversed": "one side's values are in reverse order",
             "lost": "some of one side's values are missing, and later values have moved up"},
     evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted relative to {a}, by "
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows in {b} are shifted relative to {a}, by "
         "different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per "
         "token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
@@ -120,7 +120,7 @@ RETOKENISED = Fault(
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(
-    code="row_pairing", title="some rows of one side belong to a different sequence", broken="recording",
+    code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
     evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
@@ -143,8 +143,8 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that pass b (a if `of_a`) has the values of `tokens` at the tokens `source`, [K] index or
-    -1."""
+    """Return the hypothesis that pass b (pass a with `of_a`) has the values of `tokens` at the tokens `source`, [K]
+    index or -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
@@ -153,7 +153,7 @@ def _placed(
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
     before = row_means(_cost(data, index))
-    # If only part of the rows is shifted, rows that agree would hide the shift.
+    # If only some rows are shifted, the rows that agree would hide the shift.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -192,8 +192,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the shift of pass b, in tokens, that brings each row closest to pass a, [R]: one of LAGS, or a shift
-    at which WIDTH consecutive values from the middle of the row match best."""
+    """Return the shift that brings each row of pass b closest to pass a, [R] tokens: one of LAGS, or the shift at which
+    WIDTH consecutive values from the middle of the row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -216,8 +216,8 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return which quantity the sizes of the shifts equal, such as `padding of 8` or `place of 8` in blocks of 8 rows,
-    or `padding of step`; empty if none."""
+    """Return the quantity that the shifts equal, if any, such as `padding of 8` or `place of 8` in blocks of 8 rows, or
+    `padding of step`."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -326,7 +326,7 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
         return None
     rows, lags = suspects[moved], lags[moved]
     onset = (lags != 0).argmax(axis=1)
-    # If the lag changes right after masked tokens, a turn was joined at the wrong token, but the text is the same.
+    # If the lag changes right after masked tokens, a turn was joined at the wrong token. The text is the same.
     hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
     joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
@@ -343,8 +343,6 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
 
 
 def _lost(data: PairData, index: np.ndarray, lags: np.ndarray) -> dict[str, Number]:
-    """Return the numbers of the fault `lost` if the rows, [R, T], lack as many values as they are shifted by and end
-    with a filler; empty otherwise."""
     usual = np.array([np.bincount(row[row != 0] - LAGS[0]).argmax() + LAGS[0] for row in lags])
     values, counts = np.unique(usual, return_counts=True)
     lag = int(values[counts.argmax()])
@@ -365,10 +363,9 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lag of pass b that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
+    """Return pass b's lag that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
 
-    A lag other than 0 at the start, and each change of the lag, cost LAG_SWITCH_NATS. A token without a partner costs
-    CAP_NATS / 2.
+    A nonzero lag at the start, and each lag change, cost LAG_SWITCH_NATS. A token without a partner costs CAP_NATS / 2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -386,14 +383,13 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _elsewhere(data: PairData) -> Hypothesis | None:
-    """Detect runs of values in pass b that match pass a at different tokens, anywhere in the sample."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
         return None
     away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages to 0 has its values at the right tokens.
+    # The side whose logprob + entropy averages 0 has its values at the right tokens.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
@@ -418,7 +414,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return the token whose value in pass a matches that in pass b, [K], or -1; None if too few match."""
+    """Return the token whose value in pass a matches the value in pass b, [K], or -1. None if too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -444,7 +440,7 @@ def _matches(data: PairData) -> np.ndarray | None:
     at, come = ((start[windows[fits]][:, None] + span).ravel() for windows in (wanted, nearest))
     best_last = np.argsort(-np.abs(data.b[at] - data.a[come]), kind="stable")
     source[at[best_last]] = come[best_last]
-    for step in (1, -1):  # extend the matches as long as the values match
+    for step in (1, -1):  # extend matches while the values agree
         for _ in range(64):
             at = np.flatnonzero(source < 0)
             at = at[(at >= step) & (at - step < data.num_kept)]
@@ -459,7 +455,7 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect that the passes scored different text after a token that one of them considers impossible."""
+    """Detect passes that scored different text after a token that one side considers impossible."""
     index = _index(data)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
@@ -481,25 +477,23 @@ def find_broken(data: PairData) -> list[Hypothesis]:
 
 @once
 def _index(data: PairData) -> np.ndarray:
-    """Return the index of the kept token at each position, [S, T]; -1 where no token is kept."""
     index = np.full((data.sample.num_sequences, int(data.sample.lengths.max(initial=0))), -1)
     index[data.seq, data.position] = np.arange(data.num_kept)
     return index
 
 
 def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return `values`, [K], at an index of kept tokens; NaN where it is -1."""
     return np.where(index >= 0, values[index], np.nan)
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return index[t + lag], [R, T], for one lag or one per row or token; -1 outside the row."""
+    """Return index[t + lag], [R, T], for one lag or one per row or token. -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 
 
 def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.ndarray:
-    """Return [R, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either value is missing."""
+    """Return |a[t] - b[t + lag]| capped at CAP_NATS, [R, T]. NaN where either value is missing."""
     return np.asarray(np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS))
 
 

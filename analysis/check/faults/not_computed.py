@@ -1,4 +1,5 @@
-"""Values that no forward pass computed for the sampled token: missing, constant or copied, or tokens never sampled."""
+"""Values that no forward pass computed for the sampled token: missing, constant or copied, or tokens that were never
+sampled."""
 
 from __future__ import annotations
 
@@ -15,22 +16,21 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
-them."""
+"""Minimum share of NULL logprobs for a finding. Below it, a few sequences were cut off, and `stats` counts them."""
 MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of different token ids, for a value to be tested. Placeholders are not tied to one
-id."""
+"""Minimum number of tokens, and of different token ids, for testing a value. Placeholders are not tied to one id."""
 _SHARED_FACTOR = 10
-"""A value that both passes share is a placeholder if it occurs in this many times more contexts than nearby values."""
+"""A value shared by both passes is a placeholder if it occurs in this many times more contexts than nearby values."""
 _REPEATED_FACTOR = 3
-"""The same factor for a value in one pass only."""
+"""The same factor for a value in only one pass."""
 _WINDOW_NATS = 0.05
-"""Maximum distance of nearby values from a constant, in nats. They show how often a value repeats by chance."""
+"""Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
+"""
 MIN_COPIED_TOKENS = 4
-"""Minimum number of logprobs below -1e-3 nats, all bitwise equal, for a row to be considered copied."""
+"""Minimum number of bitwise equal logprobs below -1e-3 nats for considering a row copied."""
 COPIED_BY_CHANCE = 1e-4
-"""Maximum number of rows expected to be equal by chance, given the share of equal tokens in all other rows."""
+"""Maximum number of rows expected to be equal by chance, judging by the share of equal tokens in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -117,7 +117,7 @@ def find_missing(data: PairData) -> list[Finding]:
     """Detect NULL, NaN and infinite logprobs. At the ends of sequences they indicate truncation, elsewhere lost values.
 
     A NULL is reported only if the other pass has a value. NaN and infinity are always reported, even at steps that are
-    not inspected, because the logprob of a sampled token is finite.
+    not inspected, because a sampled token has a finite logprob.
     """
     sample = data.sample
     sides = (sample.a, sample.b)
@@ -175,7 +175,6 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Replace a finding of missing logprobs if a loss mask shifted by one token explains it, else return None."""
     sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
     side = names.get(str(finding.numbers.get("side")))
     if side is None:
@@ -196,11 +195,10 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded
-    entropies.
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
 
-    For sampled tokens, logprob + entropy is 0 on average. The entropy rises after an improbable token, so improbable
-    tokens rarely follow each other.
+    For sampled tokens, logprob + entropy averages 0. Entropy rises after an improbable token, so improbable tokens
+    rarely follow each other.
     """
     entropy = data.entropy
     if entropy is None:
@@ -244,9 +242,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if the value of one pass at the tokens `where`, [N] bool, is not their logprob.
+    """Return True if one pass's value at the tokens `where` ([N] bool) is not their logprob.
 
-    In that case, the other pass is as far from the value there as elsewhere, or below it everywhere if it is a floor.
+    The other pass is then as far from the value there as elsewhere or, if the value is a floor, always below it.
     """
     rest = data.keep & ~where
     off = other.logprobs[where] - value
@@ -257,7 +255,6 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
     if value != 0.0:
-        # In a repeated context, a token has the same logprob each time.
         kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
         num = min(len(np.unique(kind)) for kind in kinds)
         if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
@@ -331,9 +328,8 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many of the tokens `where` would have this value by chance; at least 1."""
     if value == 0.0:
-        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain although the recorded entropy
+        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain even if the recorded entropy
         # is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
@@ -349,7 +345,6 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
 
 
 def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    """Return the 0.9 quantile, at least 1, of how often values within `width` nats of `value` occur at `tokens`."""
     _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
@@ -381,9 +376,9 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect passes that are bitwise equal at all tokens, or in whole sequences despite different dtypes.
+    """Detect passes that are bitwise equal everywhere, or in whole sequences despite different dtypes.
 
-    With the same dtype, both passes can compute the same bits for some sequences, such as those without padding.
+    With the same dtype, both passes can produce the same bits for some sequences, such as those without padding.
     """
     if not data.num_kept:
         return []

@@ -1,8 +1,8 @@
-"""Logits that one side changes before it normalises them: a temperature, a token filter, a penalty or a bias.
+"""Logits changed by one side before normalisation: a temperature, a token filter, a penalty or a bias.
 
-In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The
-functions below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or
-a fixed size for some tokens (penalties, biases).
+In one context, changing a token's logit by c changes its logprob by c minus a constant shared by all tokens. The
+detectors below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or
+fixed for some tokens (penalties, biases).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -44,7 +44,7 @@ TEMPERATURE = Fault(
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
-        "({num_values} different ones, {least:g} to {largest:g}): {side} applies the temperature of each row, but "
+        "({num_values} different ones, {least:g} to {largest:g}): {side} applies each row's temperature, but "
         "{other} applies the same one to all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
@@ -107,20 +107,20 @@ PENALTY = Fault(
     title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} lowers the logit of a token by {slope:.3g} {how_often} in the {counted}, as with a "
+        "repeated": "{side} lowers a token's logit by {slope:.3g} {how_often} in the {counted}, as with a "
         "repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs "
         "change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new "
         "ones){recorded_text}",
         "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
         "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
-        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same difference "
-        "of logprobs; of {num_pairs:,} such pairs, they agree in {num_equal:,} and disagree by {bias:.3g} nats in "
-        "{num_shifted:,}, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
+        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob "
+        "difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats: "
+        "one side shifts the logits of some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
         "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
-        "logprob + entropy averages to {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
+        "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
         "a different temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: "
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0: "
         "sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
         "nats{recorded_text}",
     },
@@ -142,15 +142,15 @@ PENALTY = Fault(
 # --- A factor on the logits
 
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain, with either side as the reference. Other
-faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
+"""Minimum share of the mismatch that one logit factor must explain, with either side as the reference. Other faults
+that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
 MIN_SHIFT = 0.004
-"""Minimum |log T| of a reported temperature T. Rounding to bfloat16 changes the scale of logits by less than this."""
+"""Minimum |log T| for reporting a temperature T. Rounding to bfloat16 scales logits by less."""
 MAX_TEMPERATURE = 20.0
 MIN_PART = 100
 _MODEL_ERROR = 0.05
-"""Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact for two possible
-tokens and approximate for more."""
+"""Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact only for two possible
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +159,20 @@ class ScaleFit:
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """`lowest` to `highest`: range of the scales fitted with either side as the reference, plus two standard errors."""
+    """Range of the scales fitted with either side as the reference, plus two standard errors."""
     r2: float
-    """Share of the variance of d that the scale explains, for the reference with the smaller share."""
+    """Share of the variance of d explained by the scale, from the reference with the smaller share."""
     score: float
-    """Distance of the scale from 1, in standard errors."""
+    """Distance between the scale and 1, in standard errors."""
     residual: np.ndarray
-    """[K] part of d that the scale does not explain, in nats; NaN where it predicts nothing."""
+    """[K] unexplained part of d (nats). NaN where the scale predicts nothing."""
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Explain d by a factor between the logits of the two passes.
+    """Explain d by a factor between the two passes' logits.
 
-    The factor is fitted to logprob + entropy if entropies are recorded, and to the log-odds. Tokens that share a
-    context determine it exactly.
+    It is fitted to the log-odds and, if entropies are recorded, to logprob + entropy. Tokens in the same context
+    determine it exactly.
     """
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
@@ -239,8 +239,10 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a quadratic term;
-    `weight` is d / off."""
+    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a quadratic term.
+
+    `weight` is d / off.
+    """
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
@@ -273,7 +275,7 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error, and its log (NaN if not proportional); None if there are too few tokens.
+    """Return logits_b / logits_a, its error, and its log (NaN if not proportional), or None with too few tokens.
 
     The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out.
     """
@@ -346,22 +348,22 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this, in nats, are placeholders such as -100 or -9999, because no sampled token has a probability of
-1e-35."""
+"""Values below this (nats) are placeholders such as -100 or -9999, because no sampled token has a probability of 1e-35.
+"""
 
 
 MIN_ONE_SIDED = 0.6
-"""Minimum |mean d| / mean |d| of a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
+"""Minimum |mean d| / mean |d| for a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
 MAX_MINOR_SHARE = 0.05
-"""Maximum share of the larger differences that have the opposite sign. With rounding alone, half of them do."""
+"""Maximum share of the larger differences with the opposite sign. With rounding alone, it is half."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
-    """Explain larger differences that nearly all have the same sign. The mean of exp(-|d|) over sampled tokens is then
-    the probability mass that both passes share.
+    """Explain larger differences that nearly all have the same sign.
 
-    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens differ by
-    far more, one side computes them wrongly.
+    The mean of exp(-|d|) over sampled tokens is then the probability mass shared by both passes. A token filter raises
+    likely and unlikely logprobs by the same amount. If unlikely tokens differ by far more, one side computes them
+    wrongly.
     """
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
@@ -416,8 +418,10 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
-    """Explain d by label smoothing, logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary. Smoothing
-    lowers likely tokens most, whereas lost mass lowers them least."""
+    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary.
+
+    Smoothing lowers likely tokens most, while lost mass lowers them least.
+    """
     values, others = getattr(data, lowered), getattr(data, raised)
     slope, mean = np.polyfit(others, values - others, 1)
     finding = SMOOTHED.finding(
@@ -445,11 +449,11 @@ def recorded_filter(data: PairData) -> str:
 
 
 def _is_cut(data: PairData, raised: str) -> bool:
-    """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
+    """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
-    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token that is alone in its
-    nucleus has a logprob of 0.
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token alone in its nucleus has
+    logprob 0.
     """
     if recorded_filter(data):
         return True
@@ -473,7 +477,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
 def find_grammar(data: PairData) -> list[Hypothesis]:
     """Explain d by a grammar that only one pass used.
 
-    The contract must declare the grammar, and the values must confirm it: renormalising over fewer tokens raises every
+    The contract must declare the grammar, and the values must confirm it. Renormalising over fewer tokens raises every
     logprob, so lower values are evidence against it.
     """
     named = {name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True}
@@ -504,20 +508,17 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 # --- Shifted logits
 
 MIN_SIGNS = 0.97
-"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half of them agree."""
+"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half do."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave unexplained. If the weights differ,
-more is left unexplained."""
+"""Maximum share of the mismatch at biased ids that one constant per id may leave. Different weights leave more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
-"""Minimum share of the difference in log-odds that earlier occurrences must explain, and minimum significance of their
-effect, in standard errors."""
+"""Minimum share of the log-odds difference explained by earlier occurrences, and minimum significance of their effect
+(standard errors)."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Explain d by shifted logits of tokens that occurred earlier (penalties) or of some ids (biases).
-
-    Failing that, try one fixed shift of the logits of some tokens.
-    """
+    """Explain d by shifted logits at repeated tokens (penalties) or at some ids (biases), or else by one fixed shift at
+    some tokens."""
     if data.num_kept < 200:
         return []
     return [*_repeated(data), *_of_ids(data), *_biased(data)] or _one_shift(data)
@@ -526,7 +527,7 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or once it has occurred.
 
-    The fit compares tokens of the same id and includes the log-odds as a second regressor, so biases on some ids and
+    The fit compares tokens with the same id, and has the log-odds as a second regressor, so that biases at some ids and
     factors on all logits are not mistaken for a penalty.
     """
     known, odds_a, odds_b, ids, place = _informative_odds(data)
@@ -575,8 +576,6 @@ def _repeated(data: PairData) -> list[Hypothesis]:
 
 @once
 def _informative_odds(data: PairData) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return a mask, [K], of the tokens whose log-odds are informative; the log-odds of both passes, [K]; and the ids
-    of the informative tokens, with the index of each token's id."""
     known = (data.rest > 0.05) & (np.minimum(data.a, data.b) > IMPOSSIBLE_LOGPROB)
     ids, place = np.unique(data.sample.tokens[data.keep][known], return_inverse=True)
     return known, log_odds(data.a), log_odds(data.b), ids, place
@@ -614,7 +613,7 @@ def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.nd
 
 
 def _biased(data: PairData) -> list[Hypothesis]:
-    """Explain d by a bias on a few token ids, whose log-odds then differ by the same amount in every context."""
+    """Explain d by a bias at a few token ids. Their log-odds then differ by the same amount in every context."""
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
@@ -641,7 +640,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Explain d if its difference between tokens of one context is either 0 or of the same size in all contexts."""
+    """Explain d if, between tokens in one context, its difference is either 0 or the same size in all contexts."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
@@ -684,7 +683,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         }  # fmt: skip
     elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
         return []  # the entropies are in bits, which data_checks reports
-    # Tokens that are too likely are a fault only if the recording rules out a filter and a temperature.
+    # Overly likely tokens are a fault only if the recording rules out a filter and a temperature.
     elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
         signal = "sampled_elsewhere"
     else:

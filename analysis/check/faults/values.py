@@ -1,4 +1,4 @@
-"""Values that are not the logprobs of the sampled tokens, but in a different unit or precision, or something else.
+"""Values that are not the sampled tokens' logprobs, but in a different unit or precision, or something else entirely.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -27,9 +27,9 @@ from ..pair_data import (
 )
 
 MAX_LOGPROB = 1e-4
-"""Maximum value of a logprob, in nats: rounding in a float32 softmax can give up to 1e-6."""
+"""Maximum value of a logprob (nats). Rounding in a float32 softmax can give up to 1e-6."""
 _FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
-"""Unit -> factor by which logprobs in nats are multiplied."""
+"""Unit -> factor that turns logprobs in nats into the recorded values."""
 _PROBABILITIES = {
     (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
 }  # fmt: skip
@@ -54,8 +54,8 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that may be left after conversion,
-for a known unit and for a fitted function."""
+"""Maximum share of typical |d|, and of the variation in d and in the logprobs, left after conversion: for a known unit
+and for a fitted function."""
 
 MIN_MONOTONE = 0.98
 
@@ -81,9 +81,9 @@ LOW_PRECISION = Fault(
     code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
-        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
+        "rounded_logprobs": "every {side} logprob has {dtype} precision: the log-softmax was computed or stored in low precision",
         "rounded_values": "every logprob of {side} is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32: the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -103,9 +103,9 @@ _SAMPLED = {
     "unknown": ": they belong to different tokens, in an unknown order, or to different models",
     "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
     "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
+    "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} contains something else",
-    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from "
+    "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats: the tokens were not sampled from "
     "its distribution, so one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
@@ -118,7 +118,7 @@ UNRELATED = Fault(
         "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, "
         "{side} has equal values although {other} does not: {side} contains a property of the distribution, such as "
         "its entropy or largest logprob, not the logprobs of the sampled tokens",
-        "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
+        "no_correlation": "{side} and {other} logprobs are uncorrelated (correlation {correlation:.2f} over "
         "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
         "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
         "nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): "
@@ -140,7 +140,7 @@ UNRELATED = Fault(
 )  # fmt: skip
 MIN_CORRELATION = 0.3
 """Minimum correlation between passes that scored the same tokens with similar models. With rounding, different weights
-or a different temperature, it stays above 0.8; for unrelated values, it is 0."""
+or a different temperature it stays above 0.8, and for unrelated values it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -177,7 +177,6 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
-    """Return the functions that map the other side's logprobs to this side's values, known units first."""
     if not scored(data).all() and not _functions(data.within(scored(data)), side):
         return []  # no function fits a part of the rows, so none fits all of them
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
@@ -210,8 +209,10 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
 
 @once
 def _wrong_sides(data: PairData) -> str:
-    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens, because probabilities in
-    one context add up to more than 1, or because logprob + entropy averages to 0 only on the other side."""
+    """Return the sides, `a` or `b`, whose values cannot be the sampled tokens' logprobs.
+
+    Probabilities in one context add up to more than 1, or logprob + entropy averages 0 only on the other side.
+    """
     context = np.unique(
         np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
     )[1]
@@ -227,7 +228,7 @@ def _wrong_sides(data: PairData) -> str:
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
-"""Unit, values converted to nats, fitted numbers, and the cost of the parameters, in nats."""
+"""Unit, values converted to nats, fitted numbers, and the cost of the parameters (nats)."""
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
@@ -278,7 +279,7 @@ def _log(values: np.ndarray) -> np.ndarray:
 def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
     """Fit values = offset + factor * p, weighting errors relative to p and leaving out the worst tenth of the tokens.
 
-    Return the fit, and the fit rounded to integers (NaN if it is not within 0.01 of them).
+    Returns the fit, and the fit rounded to integers (NaN unless within 0.01 of them).
     """
     weight = 1 / np.maximum(p, 1e-4)
     design, target = np.stack([weight, p * weight], axis=1), values * weight
@@ -293,9 +294,9 @@ def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Map this side's values to the other side's logprobs, [K]; NaN if the relation is not monotone.
+    """Map this side's values to the other side's logprobs, [K], or NaN if the relation is not monotone.
 
-    Each value is interpolated between the nearest ones that belong to a different pair of token and previous token.
+    Each value is interpolated between the nearest values with a different pair of token and previous token.
     """
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
@@ -326,14 +327,13 @@ def _rms(d: np.ndarray) -> float:
 
 
 def _typical(d: np.ndarray) -> float:
-    """Return the mean of |d| without its largest tenth, in nats."""
     least = max(int(len(d) * 0.9), 1)
     return float(np.mean(np.partition(np.abs(d), least - 1)[:least])) if len(d) else 0.0
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the values must explain if their dtype is not declared, because a pass
-computed entirely in 16 bits naturally has 16-bit logprobs."""
+"""Minimum share of the mismatch that rounding the values must explain if their dtype is not declared. A pass computed
+entirely in 16 bits naturally has 16-bit logprobs."""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:
@@ -362,7 +362,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
-    """Explain d by clamping if |d| piles up at its maximum: one side was kept within a fixed distance of the other."""
+    """Explain |d| that piles up at its maximum: one side was clamped to within a fixed distance of the other."""
     if any(side.rounded is not None for side in precisions(data)):
         return []  # on a grid, many differences are equal
     size = np.abs(data.d)
@@ -414,11 +414,11 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` could be those of the most probable tokens, and `others` of the sampled ones.
+    """Return True if `values` could belong to the most probable tokens, and `others` to the sampled tokens.
 
-    In that case, `values` are never below `others`, and equal to them where the most probable token was sampled.
-    Elsewhere the two probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, by contrast,
-    are slightly higher at all tokens.
+    Then `values` are never below `others`, and equal to them where the most probable token was sampled. Elsewhere, the
+    two probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, in contrast, are slightly
+    higher at all tokens.
     """
     if len(values) < 30:
         return False
@@ -453,7 +453,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
     elif is_improbable:
         side, sampled = lower, "improbable"
-        # The engine sampled the tokens, so if either side is broken they are improbable for the trainer.
+        # The engine sampled the tokens, so if either side is broken, they are improbable for the trainer.
         broken = "engine" if data.names[lower] == ROLLOUT else "computation"
     elif name is not None:
         side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
@@ -468,8 +468,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation of the passes within token ids; None if too few ids
-    repeat or vary by more than rounding."""
+    """Return the passes' rank correlation within token ids, or None if too few ids repeat or vary by more than
+    rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
@@ -485,8 +485,11 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect that the tokens `off`, [K] bool, have values of different tokens: they are uncorrelated with the other
-    pass, above it as often as below, and have the same spread as all values."""
+    """Detect tokens `off` ([K] bool) that have other tokens' values.
+
+    These values are uncorrelated with the other pass, above it as often as below, and have the same spread as all
+    values.
+    """
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -1,5 +1,4 @@
-"""Weights that differ between trainer and engine, as recorded or as inferred from a mismatch that grows with
-updates."""
+"""Weights that differ between trainer and engine, either recorded or inferred from a mismatch that grows with updates."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum factor by which the mismatch must have grown since the run's first step to report stale weights."""
+"""Minimum growth of the mismatch since the run's first step for reporting stale weights (factor)."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and in absolute terms, to
-report that one side was scored after the update."""
+"""Minimum correlation between a sequence's mismatch and its advantage for reporting that one side was scored after the
+update: in standard errors and in absolute terms."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -54,10 +53,10 @@ WEIGHTS = Fault(
         "{of_versions:,} versions, starting at version {first_version}",
         "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
-        "contract": "only the contract of {side} sets {setting} to {value}",
+        "contract": "only {side}'s contract sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "follows_advantages": "the mismatch of a sequence follows the sequence's own advantage (correlation "
+        "follows_advantages": "each sequence's mismatch follows its own advantage (correlation "
         "{correlation:.2f} over {num_sequences:,} sequences): {side} used the weights from after the update on this "
         "batch",
         "judged": judged(
@@ -139,8 +138,8 @@ def find_adapter(data: PairData) -> list[Finding]:
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch.
 
-    An update raises the logprobs of sequences with a positive advantage, so the mismatch of a sequence then follows its
-    own advantage. With stale weights, it follows the advantages of other sequences.
+    An update raises the logprobs of sequences with a positive advantage, so a sequence's mismatch follows its own
+    advantage. With stale weights, it follows other sequences' advantages.
     """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
