@@ -81,28 +81,20 @@ class EngineTensor:
     cast: str | None
     """dtype that the trainer's tensor was cast to on its way to the engine; None if not cast."""
     is_loaded: bool
-    """True if the engine holds the tensor last sent to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """State of one engine when it starts sampling with a policy version."""
-
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Version at which the engine last received each listed tensor."""
     agreeing: frozenset[str]
     num_agreeing: int
-    """Number of tensors that equal the trainer's, including those that are counted but not listed."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Number of tensors for which the engine's or the trainer's digest is missing."""
     num_updated: int
-    """Number of agreeing tensors that changed since the previous version."""
     was_given: bool
-    """True if the engine has received any tensor so far."""
 
     @property
     def num_known(self) -> int:
@@ -111,32 +103,24 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFault:
-    """One reason why weights differ, as of the last version it affects."""
-
     cause: str
     tensor: str
-    """The differing tensor with the oldest bits."""
     version: int
     holds_version: int | None
     given_version: int | None
     is_loaded: bool
     num_tensors: int
-    """Number of differing tensors at `version`."""
     of_tensors: int
     num_versions: int
     of_versions: int
     first_version: int
     cast: str | None
     steps: frozenset[int]
-    """Steps sampled with affected weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """Which steps were sampled with the trainer's weights, and why the others were not."""
-
     faults: tuple[EngineFault, ...] = ()
-    """In descending order of the number of differences they explain."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
 
 
@@ -190,8 +174,6 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` holds the number of unlisted tensors, all of which agree, and how many of
-        them changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -222,7 +204,6 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of one difference; with `is_new`, the engine received the tensor at this version."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -257,7 +238,6 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Group one version's differences by likely cause; with `is_late`, some tensor in the run is probably stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -342,8 +322,6 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the tensor that differed at the most versions or, if several tie, the one with the
-    oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

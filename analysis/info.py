@@ -254,7 +254,6 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without its scores, first step, last step). Replays are skipped."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:
@@ -319,7 +318,6 @@ def state_of(source: Source) -> str:
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """Return `live` if any writer or `tim-trace record` is still running, otherwise the worst state of the writers."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}

@@ -78,7 +78,6 @@ class Location(Findings, Result):
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
-    """Compute shares of the mismatch, with 95% bootstrap-t intervals over prompt groups."""
     square_S = np.array([each.sum_square for each in found.sequences])
     group_S = np.unique([each.group for each in found.sequences], return_inverse=True)[1]
     total = sum(each.sum_square for each in found.sequences)
@@ -153,12 +152,10 @@ class LocatedResult:
     id: str
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """Share of the mean squared mismatch by (side, operator); operators without a gradient are missing."""
 
 
 @cached
 def read_located(database: Database) -> tuple[LocatedResult, ...]:
-    """Read the stored results for a database's steps, newest last; warn about unreadable ones."""
     found = []
     for source in database.sources:
         results, damaged = read_results(source.store)
@@ -179,7 +176,6 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """Return the rows of both views: one per result and operator, or per result and patch."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(kind, carried))

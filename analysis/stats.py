@@ -110,7 +110,6 @@ def stats(
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
-    """Store sums batch by batch if many traces lack them, so that an interruption loses little; return True if so."""
     lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
     if len(lacking) <= _FEW or database.ray is not None:
         return False
@@ -137,7 +136,6 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Describe the error of the quantiles in `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []

@@ -146,7 +146,6 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return the sums by pass, and the number of tokens whose bits were not reproduced (0 unless `asks_identity`)."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -172,8 +171,6 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield, for one unit of work, the sums by pass and step, and the number of tokens whose bits were not
-    reproduced."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -196,7 +193,6 @@ def _num_different(database: Database, steps: list[int]) -> int:
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
-    """Return [N] columns of the tokens scored by trainer, engine and one replay, in the same order for every replay."""
     query = f"""
         SELECT step, hash(seq_id) AS sequence, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
@@ -245,7 +241,6 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _correlation(sums: ErrorSums) -> float:
-    """Return Pearson's correlation between the two errors; NaN if one is constant."""
     error, square = ([sums.totals[f"{side} {name}"] for side in (TRAIN, ROLLOUT)] for name in ("error", "square"))
     num = sums.totals["num_tokens"]
     common = square[0] - fsum(sums.groups[TRAIN]) - error[0] * error[1] / num
@@ -256,7 +251,6 @@ def _correlation(sums: ErrorSums) -> float:
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
-    """Return the row of an arm; its mismatch is the engine's error against the arm's replay."""
     ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
     left = sums.totals[f"{ROLLOUT} square"] / sums.totals["num_tokens"]
     return name, sqrt(left), share, *(ends(interval) or (None, None))
@@ -297,7 +291,6 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over one or more tokens of one step. `tokens` has the columns that `_tokens` returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}

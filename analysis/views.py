@@ -1,5 +1,3 @@
-"""Open traces as databases with every SQL macro and view."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence

@@ -1,5 +1,3 @@
-"""List and export recorded weights, and render their comparison with the engine's."""
-
 from __future__ import annotations
 
 import os
@@ -139,7 +137,6 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """Return None if a part has no previous version."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None

@@ -52,18 +52,14 @@ _LENGTHS = "(SELECT run, step, seq_id, num_response_tokens FROM sequences) USING
 
 
 class Queries:
-    """SQL queries for a pair of passes, limited to tokens that meet every condition in `within`."""
-
     def __init__(self, pair: Pair, within: Sequence[str]):
         self._compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        """Return SQL for the number of tokens, the 99.9% quantile of |d|, and the envelope."""
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return SQL for the number of tokens per bin of probability and of d, which spans -reach to reach."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
@@ -71,7 +67,6 @@ class Queries:
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
-        """Return SQL for the mismatch by position, length or entropy: bin start, number of tokens, mean |d|, rms d."""
         pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
         last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
         title, name, value, rows, compared = {
@@ -93,7 +88,6 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return SQL for the bin of a value; values out of range go into the first or last bin."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
@@ -222,7 +216,6 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Choose steps among those that both passes scored; return them with a phrase that describes the choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:
@@ -238,8 +231,6 @@ def _steps(
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[list[str], str]:
-    """Return SQL conditions for sequences of up to `max_tokens` tokens in total (at least one sequence), with a phrase
-    that describes the choice; both are empty if every sequence fits."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)

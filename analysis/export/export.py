@@ -1,5 +1,3 @@
-"""Export a trace's sequences to Parquet, or its per-step metrics to TensorBoard events or an offline W&B run."""
-
 from __future__ import annotations
 
 import os
@@ -181,7 +179,6 @@ PROJECT = "tim-trace"
 
 
 def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
-    """Write an event file in double precision; return the number of values. Raises ImportError without TensorBoard."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -244,7 +241,6 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences, sorted by step and name, a few steps per table; one empty table if there are none."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
@@ -252,20 +248,17 @@ def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    """Yield the logged values by step, after an empty batch that sets the schema."""
     rows = database.connection.batches(_METRICS)
     yield pa.RecordBatch.from_pylist([], rows.schema)
     yield from rows
 
 
 def passes_of(database: Database) -> list[str]:
-    """Return the passes with scores: the standard ones first, then the others by name."""
     order = {name: place for place, name in enumerate(STANDARD)}
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return SQL for the sequences of some steps; `passes` maps each pass with scores to its SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
@@ -288,7 +281,6 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
 
 
 def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], advance: Advance = lambda number: None) -> int:
-    """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
     num_rows = 0
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:

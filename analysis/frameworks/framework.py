@@ -1,5 +1,3 @@
-"""Base class of frameworks: their options, and the metrics that they log."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +29,6 @@ class Framework:
     source: ClassVar[str]
     """Source files with these definitions."""
     columns: ClassVar[str] = ""
-    """SQL that replaces {columns} in the macros."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -60,7 +57,6 @@ class Framework:
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if the framework does not log this column with these options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
@@ -72,7 +68,6 @@ class Framework:
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield each macro's name and rows, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
@@ -91,7 +86,6 @@ def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare a framework's option; `metavar` is the value's placeholder in the help."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 

@@ -33,7 +33,6 @@ STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the keys and sums of each sequence, from rows of `verl_rows`."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)

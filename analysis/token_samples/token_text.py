@@ -39,8 +39,6 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What a tokenizer's decoder does to single tokens."""
-
     byte_level: bool = False
     """Each character stands for a byte (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
@@ -115,9 +113,7 @@ def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of a tokenizer.json: several times that of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum number of characters shown for one token."""
 
 
 class _Added(msgspec.Struct):
@@ -127,7 +123,6 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Ids by piece, or for Unigram, (piece, log-probability) in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -148,7 +143,6 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary:
-    """Read a tokenizer.json. Raises ValueError if the content is anything else."""
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
@@ -176,7 +170,6 @@ class TokenText:
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; an id missing from the vocabulary is shown in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -208,8 +201,6 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """Read the tokenizer.json. Raises ValueError if it is too large, or if its checksum differs from the recorded
-    one."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
