@@ -27,7 +27,7 @@ class Correction:
     rule: str
     """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Ratio that the paper or framework bounds, such as a/b or b/a; empty if it has no bounds."""
+    """Ratio that the paper or framework bounds, such as a/b or b/a, or empty if it has no bounds."""
     kept: str
     """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
     level: str = "none"
@@ -38,15 +38,15 @@ class Correction:
     """Ratios above this get weight `high` if `truncates`, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d in a kept sequence, in nats, with each d clamped to +-20."""
+    """Minimum sum of d in a kept sequence (nats), with each d clamped to +-20."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Minimum mean d in a kept sequence, in nats."""
+    """Minimum mean d in a kept sequence (nats)."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Maximum mean(exp(d) - 1 - d) in a kept sequence, in nats."""
+    """Maximum mean(exp(d) - 1 - d) in a kept sequence (nats)."""
     k2_high: float = _INFINITY
-    """Maximum d^2 / 2 of any token in a kept sequence, in nats."""
+    """Maximum d^2 / 2 of any token in a kept sequence (nats)."""
     token_low: float = 0.0
     """Minimum token ratio in a kept sequence."""
 

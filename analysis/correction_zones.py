@@ -2,8 +2,8 @@
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
-Shapes: T tokens of several sequences, concatenated; G groups, each of one sequence's tokens with the same advantage
-sign and zone.
+Shapes: T tokens from several sequences, concatenated. G groups: a sequence's tokens with the same advantage sign and
+zone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TYPES = {
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Exponents are clamped to +- this many nats, as in verl; exp(20) is 4.9e8."""
+"""Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Number of advantage classes: negative, zero, positive, and non-finite or missing."""
+"""Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""

@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-The engine's digest is that of the tensor read back from the engine or, if none was read, of the tensor last sent to it.
-Equal digests mean equal bits in the engine's dtype, so nothing is estimated.
+The engine's digest comes from the tensor read back or, if none was read, from the tensor last sent. Equal digests mean
+equal bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts the tensors that the engine received unchanged from the trainer at every version."""
+"""Counts tensors that the engine always received unchanged."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -65,8 +65,7 @@ _OF_WORKERS = """
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Selects the steps at which training workers recorded their engines' weights but no sequences, as verl's workers
-do."""
+"""Selects steps where training workers recorded engine weights but no sequences, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +76,9 @@ class EngineTensor:
     causes: tuple[str, ...]
     """Possible causes given the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """Latest version at which the trainer's tensor equals the engine's bit for bit; None if there is none."""
+    """Latest version at which the trainer's tensor equals the engine's bit for bit, or None if there is none."""
     cast: str | None
-    """dtype that the trainer's tensor was cast to on its way to the engine; None if not cast."""
+    """dtype that the trainer's tensor was cast to on its way to the engine, or None if not cast."""
     is_loaded: bool
 
 
@@ -125,7 +124,7 @@ class EngineVerdict:
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield the state of each engine at every policy version it sampled with, in version order.
+    """Yield each engine's state at every policy version it sampled with, in version order.
 
     If a step was repeated, only its newest attempt is used. Tensors that the engine always received unchanged are
     counted rather than listed, unless `every_tensor`.

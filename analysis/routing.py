@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """SQL functions that return a sequence's agreement by layer and by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types of the run; the group and first row in pass a, then in pass b; and the number of tokens."""
+"""SQL types: run, then group and first row in pass a and in pass b, then token count."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -33,7 +33,7 @@ _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
 class Agreement(NamedTuple):
-    """Agreement between two routings of the same tokens, for each token and layer."""
+    """Where two routings agree, by token and layer."""
 
     known_NL: np.ndarray
     """bool: both passes routed the token in this layer."""
@@ -95,9 +95,9 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 
 
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
-    """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
+    """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Confined queries may call them, because they open nothing but groups in the dense/ folders of these traces.
+    Confined queries may call them, because they open only the traces' dense/ folders.
     """
     stores = {source.run: source.store for source in sources}
 

@@ -68,7 +68,7 @@ def table(values: Sequence[Any]) -> Rows:
 
 def to_json(value: Any) -> str:
     """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
-    the strings `NaN`, `Infinity` and `-Infinity`; null means "not recorded"."""
+    the strings `NaN`, `Infinity` and `-Infinity`. null means "not recorded"."""
     text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -129,12 +129,12 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Minimum width of truncated values and wrapped names, in characters."""
+"""Minimum characters to keep of truncated values and wrapped names."""
 _MOST_NAMED = 6
 _LONG_TEXT = 40
 """Values of at least this many characters may be wrapped, and do not determine the width of a list."""
 _MOST_LISTS = 4
-"""Maximum number of long rows rendered side by side as lists."""
+"""Maximum long rows rendered side by side as lists."""
 
 
 def _line_width(columns: Sequence[_Column]) -> int:

@@ -25,7 +25,7 @@ LIKE = ("run", "step")
 _FEW = 8
 """Up to this many traces are processed together, regardless of their size."""
 _TOGETHER = 64
-"""Maximum number of traces to open at once when computing missing sums."""
+"""Maximum traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 

@@ -38,7 +38,7 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: number of files read, bytes, and number of damaged files."""
+    """One row per folder: files read, bytes, damaged files."""
     damaged: tuple[str, ...]
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]

@@ -38,11 +38,11 @@ class Exported(Result):
     format: str
     output: str
     files: tuple[str, ...]
-    """File names in the folder; for wandb, the name of the run's folder."""
+    """File names in the folder. For wandb, the run folder's name."""
     num_sequences: int
-    """Number of sequences written; 0 for tensorboard and wandb."""
+    """Sequences written. 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written; for tensorboard and wandb, it includes the values of the per-step mismatch."""
+    """Logged values written. For tensorboard and wandb, this includes the per-step mismatch."""
     num_texts: int
     """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
 
@@ -60,7 +60,7 @@ def export_run(
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, the logprobs of every pass (`PASS_logprobs`, in nats; first iteration of `current`) and `d`: logprob(a) -
+      settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
       logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own
@@ -206,7 +206,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
 
 
 def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
-    """Write an offline run for `wandb sync`; return the number of values. Raises ImportError without wandb."""
+    """Write an offline run for `wandb sync`, and return the number of values. Raises ImportError without wandb."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
@@ -229,7 +229,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
 
 
 CHUNK_TOKENS = 1 << 20
-"""Maximum number of prompt and response tokens held in memory at once, unless a single step has more."""
+"""Maximum prompt and response tokens held in memory at once, unless a single step has more."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 

@@ -51,7 +51,7 @@ class Framework:
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         """Return one row per run or per step. Pass a is the trainer, pass b the rollout.
 
-        `only` selects columns of the macro `<name>_<by>s`; empty means all.
+        `only` selects columns from the macro `<name>_<by>s`. Empty means all.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
@@ -60,10 +60,9 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls of the macros that read tokens, such that every metric can be computed from their rows.
+        """Return calls to the macros that read tokens. Their rows are enough for every metric.
 
-        The rows have columns run, step and seq_id, and are valid only for these options. A macro may use the macros
-        before it.
+        Rows have the columns run, step and seq_id. A macro may use earlier macros.
         """
         return ()
 
@@ -91,7 +90,7 @@ def option_field(
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query over the macro `<macro>_steps` or `<macro>_runs`; `only` selects columns, empty means all."""
+    """Return a query over `<macro>_steps` or `<macro>_runs`. `only` selects columns, and empty means all."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
@@ -117,10 +116,10 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read a pair's tokens once for all of a framework's metrics, except medians over tokens, which read them again.
+    """Read a pair's tokens once for all metrics except token medians, which read them again.
 
-    Inside the context, temporary tables with the rows of the macros that read tokens replace these macros, without the
-    sequences excluded by `database.leave_out`.
+    Inside the context, temporary tables replace the macros that read tokens. Sequences excluded by `database.leave_out`
+    are left out.
     """
     connection, kept = database.connection, list[str]()
     try:

@@ -46,10 +46,10 @@ def masked_out(
     database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
-    """Return a note on non-finite logprobs of masked tokens, for frameworks that multiply by the mask; may be empty.
+    """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
-    Because NaN * 0 and inf * 0 are NaN, such a token makes the framework's sums NaN; tim-trace leaves it out. With
-    `rejects`, the options may mask any token, so all tokens are searched. `effect` is what happens to the metrics.
+    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN. tim-trace skips it. With
+    `rejects`, all tokens are searched, because the options may mask any token.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),

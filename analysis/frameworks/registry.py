@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework; an option that is None is ignored, as is a different framework's option that is False."""
+    """Create a framework. None is ignored, and so is False for another framework's option."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)

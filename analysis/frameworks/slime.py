@@ -32,7 +32,7 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, and of mis.py in slime's examples.
+    """Options for slime's truncated importance sampling and averaging, and for mis.py in its examples.
 
     The defaults for mis.py are from mis.yaml in the same folder.
     """

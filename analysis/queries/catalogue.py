@@ -28,9 +28,9 @@ class NamedQuery:
     meaning: str
     """How to read the result."""
     needs: str | None
-    """Data that the query needs besides the logprobs of both passes; None if no others."""
+    """Data needed besides both passes' logprobs, or None."""
     sql: str
-    """Full text of the SQL file, for the passes train and rollout."""
+    """The SQL file for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
         return self.sql.replace(_PAIR, quoted_pair((a, b)))

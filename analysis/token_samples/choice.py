@@ -22,11 +22,11 @@ WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of 
 """Why a sequence was chosen."""
 
 PROMPT_TOKENS = 400
-"""Maximum number of prompt tokens shown, from the end of the prompt."""
+"""Maximum prompt tokens shown, from the end of the prompt."""
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum number of response tokens to search; a run with fewer is searched in full."""
+"""Minimum response tokens to search. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
 """Share of the run's tokens to search if the trace stores the pair's sums, because then no tokens have to be read."""
 
@@ -97,7 +97,7 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """Mismatch of every sequence with response tokens, whether or not it can be compared; [N] per field."""
+    """Mismatch for every sequence with response tokens, comparable or not. Fields have shape [N]."""
 
     steps: np.ndarray
     seq_ids: list[str]
@@ -105,7 +105,7 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     num_compared: np.ndarray
     sum_abs_d: np.ndarray
-    """In nats, like `max_abs_d`; 0 if no token can be compared."""
+    """In nats, like `max_abs_d`, or 0 if no token can be compared."""
     max_abs_d: np.ndarray
 
     @property

@@ -1,6 +1,6 @@
 """Read chosen sequences token by token: the worst, typical and random ones, and the worst of each step.
 
-Shapes: T response tokens shown of one sequence, R tokens in its response.
+Shapes: T response tokens shown, R tokens in the response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum number of full sequences in memory at once."""
+"""Maximum full sequences in memory at once."""
 
 
 def read_chosen(
@@ -164,14 +164,14 @@ _WANTED = Wanted()
 def read_token_samples(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), wanted: Wanted = _WANTED
 ) -> TokenSamples:
-    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), in nats.
+    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b) (nats).
 
-    The worst sequences are those with the largest |d| of a token; typical ones have a mean |d| closest to the median;
-    random ones are the same in every call. The worst sequences of every step are added. In a large run, only some steps
-    are searched (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown,
-    and long responses are cut to a window around their worst token. `choice` in the result gives the numbers.
+    The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. Random
+    ones are the same in every call. Each step's worst sequences are added. In a large run, only some steps are searched
+    (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
+    responses are cut to a window around their worst token. `choice` in the result gives the numbers.
 
-    If the trace has only one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
+    If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
@@ -193,17 +193,17 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a token's logprob in a pass: FINITE is a number; NOT_RECORDED is NULL, or no row of scores; NAN is NaN;
-INFINITE is either infinity."""
+"""A token's logprob in a pass. NOT_RECORDED is NULL or has no score row. INFINITE is either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, in nats. Sums are over response tokens that count toward the loss and have
-    finite logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
-    `visible`, but are not escaped for HTML."""
+    d = logprob(a) - logprob(b) (nats). Sums are over response tokens that count toward the loss and have finite
+    logprobs in both passes. Scores are from the first inner iteration. Token texts have passed through `visible`, but
+    are not escaped for HTML.
+    """
 
     step: int
     seq_id: str
@@ -214,12 +214,12 @@ class TokenSample:
     first_token: int
     reward: float | None
     advantage: float | None
-    """Advantage of the whole response; None if not recorded, or recorded per token."""
+    """Advantage of the whole response. None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Number of optimizer updates already applied to the sampling weights; None if not recorded."""
+    """Optimizer updates applied to the sampling weights, or None if not recorded."""
     finish_reason: str | None
     sum_d: float | None
-    """In nats; None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
+    """In nats, or None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
@@ -227,7 +227,7 @@ class TokenSample:
     ids: np.ndarray
     texts: list[str]
     logprobs: Mapping[str, np.ndarray]
-    """[T] float32 by pass, in nats, as recorded; NaN if missing."""
+    """[T] float32 by pass (nats), as recorded. NaN if missing."""
     state: Mapping[str, np.ndarray]
     """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
@@ -235,7 +235,7 @@ class TokenSample:
     advantages: np.ndarray | None
     """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, in nats, from pass b or else pass a; NaN if missing, None if neither pass has it."""
+    """[T] float32 (nats), from pass b, or else a. NaN if missing, None if neither has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
