@@ -43,13 +43,12 @@ def corrections(
 ) -> Rows:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and quartile of
-    sequence length in tokens. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and sequence
+    length quartile (tokens). `steps` (3:80, -10:, 2:200:2) selects steps in each run.
 
-    With d = logprob(a) - logprob(b), the ratio of a token is rho_t = exp(d), and the ratios of a sequence are
-    rho_seq = exp(sum of d) and rho_geo = exp(mean of d). Exponents are clamped to +-20 nats. The column `kept` is the
-    condition for keeping a token or sequence, in terms of rho; `bound_on` is the ratio that the paper or framework
-    bounds.
+    With d = logprob(a) - logprob(b), a token's ratio is rho_t = exp(d). A sequence's ratios are rho_seq = exp(sum d)
+    and rho_geo = exp(mean d). Exponents are clamped to +-20 nats. `kept` is the condition on rho for keeping a token or
+    sequence. `bound_on` is the ratio bounded in the paper or framework.
 
     - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
       of its tokens is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below

@@ -275,9 +275,9 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
 
-    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version
-    whose bits the engine has, and `num_differ` the number of versions at which engine and trainer differed. by="module"
-    groups layers, and each row shows the group's tensor that differed at the most versions.
+    `given_version` is when the engine last received the tensor, `holds_version` the latest version whose bits it has,
+    and `num_differ` how many versions differed. by="module" groups layers, and shows the tensor in each group that
+    differed most often.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
