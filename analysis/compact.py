@@ -70,7 +70,6 @@ def compact(
 
 
 def _valid_sums(trace: str) -> _Sums:
-    """Read the stored sums that cover every sealed row. They are still valid after merging."""
     try:
         source = open_source(trace)
         return {

@@ -1,5 +1,3 @@
-"""Published off-policy corrections, which weight tokens by probability ratios or reject sequences."""
-
 from __future__ import annotations
 
 import math
@@ -29,7 +27,7 @@ class Correction:
     rule: str
     """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Ratio that the paper or framework bounds, such as a/b or b/a; empty if it has no bounds."""
+    """Ratio that the paper or framework bounds, such as a/b or b/a, or empty if it has no bounds."""
     kept: str
     """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
     level: str = "none"
@@ -40,15 +38,15 @@ class Correction:
     """Ratios above this get weight `high` if `truncates`, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d in a kept sequence, in nats, with each d clamped to +-20."""
+    """Minimum sum of d in a kept sequence (nats), with each d clamped to +-20."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Minimum mean d in a kept sequence, in nats."""
+    """Minimum mean d in a kept sequence (nats)."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Maximum mean(exp(d) - 1 - d) in a kept sequence, in nats."""
+    """Maximum mean(exp(d) - 1 - d) in a kept sequence (nats)."""
     k2_high: float = _INFINITY
-    """Maximum d^2 / 2 of any token in a kept sequence, in nats."""
+    """Maximum d^2 / 2 of any token in a kept sequence (nats)."""
     token_low: float = 0.0
     """Minimum token ratio in a kept sequence."""
 
@@ -95,8 +93,6 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for these rules. Without `zones`, a query for precomputed zones, they read
-    tokens."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
@@ -116,14 +112,12 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the sorted lower and the sorted upper token bounds of all rules. The zones lie between these bounds."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return SQL for an integer that encodes between which of the rules' bounds a sequence lies."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -140,7 +134,6 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """Return SQL for the number of lower bounds that are at most `value`, plus the number of upper bounds below it."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"

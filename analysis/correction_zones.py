@@ -2,8 +2,8 @@
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
-Shapes: T tokens of several sequences, concatenated; G groups, each of one sequence's tokens with the same advantage
-sign and zone.
+Shapes: T tokens from several sequences, concatenated. G groups: a sequence's tokens with the same advantage sign and
+zone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TYPES = {
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Exponents are clamped to +- this many nats, as in verl; exp(20) is 4.9e8."""
+"""Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Number of advantage classes: negative, zero, positive, and non-finite or missing."""
+"""Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""
@@ -53,7 +53,6 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Turn rows of the macro `correction_lists` into one row per group, with the keys of its sequence."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
@@ -69,7 +68,6 @@ def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advanta
 def _groups(
     bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
 ) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return each group's sequence index [G], ascending, and the groups' columns (TYPES)."""
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
     kept = tokens.where(tokens.counted_T)

@@ -43,13 +43,12 @@ def corrections(
 ) -> Rows:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and quartile of
-    sequence length in tokens. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and sequence
+    length quartile (tokens). `steps` (3:80, -10:, 2:200:2) selects steps in each run.
 
-    With d = logprob(a) - logprob(b), the ratio of a token is rho_t = exp(d), and the ratios of a sequence are
-    rho_seq = exp(sum of d) and rho_geo = exp(mean of d). Exponents are clamped to +-20 nats. The column `kept` is the
-    condition for keeping a token or sequence, in terms of rho; `bound_on` is the ratio that the paper or framework
-    bounds.
+    With d = logprob(a) - logprob(b), a token's ratio is rho_t = exp(d). A sequence's ratios are rho_seq = exp(sum d)
+    and rho_geo = exp(mean d). Exponents are clamped to +-20 nats. `kept` is the condition on rho for keeping a token or
+    sequence. `bound_on` is the ratio bounded in the paper or framework.
 
     - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
       of its tokens is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
@@ -109,8 +108,6 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read a pair's tokens once, in this process or on a cluster. Inside the context, the correction macros use the
-    result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
@@ -139,7 +136,6 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
-    """Yield the zones of each sequence in a chunk; sequences are numbered from 1."""
     pair, chunk, bounds = unit
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"

@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-The engine's digest is that of the tensor read back from the engine or, if none was read, of the tensor last sent to it.
-Equal digests mean equal bits in the engine's dtype, so nothing is estimated.
+The engine's digest comes from the tensor read back or, if none was read, from the tensor last sent. Equal digests mean
+equal bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts the tensors that the engine received unchanged from the trainer at every version."""
+"""Counts tensors that the engine always received unchanged."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -65,8 +65,7 @@ _OF_WORKERS = """
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Selects the steps at which training workers recorded their engines' weights but no sequences, as verl's workers
-do."""
+"""Selects steps where training workers recorded engine weights but no sequences, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,32 +76,24 @@ class EngineTensor:
     causes: tuple[str, ...]
     """Possible causes given the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """Latest version at which the trainer's tensor equals the engine's bit for bit; None if there is none."""
+    """Latest version at which the trainer's tensor equals the engine's bit for bit, or None if there is none."""
     cast: str | None
-    """dtype that the trainer's tensor was cast to on its way to the engine; None if not cast."""
+    """dtype that the trainer's tensor was cast to on its way to the engine, or None if not cast."""
     is_loaded: bool
-    """True if the engine holds the tensor last sent to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """State of one engine when it starts sampling with a policy version."""
-
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Version at which the engine last received each listed tensor."""
     agreeing: frozenset[str]
     num_agreeing: int
-    """Number of tensors that equal the trainer's, including those that are counted but not listed."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Number of tensors for which the engine's or the trainer's digest is missing."""
     num_updated: int
-    """Number of agreeing tensors that changed since the previous version."""
     was_given: bool
-    """True if the engine has received any tensor so far."""
 
     @property
     def num_known(self) -> int:
@@ -111,37 +102,29 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFault:
-    """One reason why weights differ, as of the last version it affects."""
-
     cause: str
     tensor: str
-    """The differing tensor with the oldest bits."""
     version: int
     holds_version: int | None
     given_version: int | None
     is_loaded: bool
     num_tensors: int
-    """Number of differing tensors at `version`."""
     of_tensors: int
     num_versions: int
     of_versions: int
     first_version: int
     cast: str | None
     steps: frozenset[int]
-    """Steps sampled with affected weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """Which steps were sampled with the trainer's weights, and why the others were not."""
-
     faults: tuple[EngineFault, ...] = ()
-    """In descending order of the number of differences they explain."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield the state of each engine at every policy version it sampled with, in version order.
+    """Yield each engine's state at every policy version it sampled with, in version order.
 
     If a step was repeated, only its newest attempt is used. Tensors that the engine always received unchanged are
     counted rather than listed, unless `every_tensor`.
@@ -190,8 +173,6 @@ class _Engine:
         self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
-        """Compare the next version. `plain` holds the number of unlisted tensors, all of which agree, and how many of
-        them changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -222,7 +203,6 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of one difference; with `is_new`, the engine received the tensor at this version."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -257,7 +237,6 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Group one version's differences by likely cause; with `is_late`, some tensor in the run is probably stale."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -296,9 +275,9 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
 
-    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version
-    whose bits the engine has, and `num_differ` the number of versions at which engine and trainer differed. by="module"
-    groups layers, and each row shows the group's tensor that differed at the most versions.
+    `given_version` is when the engine last received the tensor, `holds_version` the latest version whose bits it has,
+    and `num_differ` how many versions differed. by="module" groups layers, and shows the tensor in each group that
+    differed most often.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
@@ -342,8 +321,6 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the tensor that differed at the most versions or, if several tie, the one with the
-    oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -31,10 +31,10 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt that the writer belongs to; None outside a training run, or if not recorded."""
+    """Training attempt that the writer belongs to. None outside training, or if not recorded."""
     known_by: str
-    """How `state` was determined. `closed`: the writer said so; `process`: its process was looked up; `restarted`: its
-    machine has restarted; `age`: from the time since its last sign of life."""
+    """How `state` was determined: the writer said so (`closed`), its process was looked up (`process`), its machine
+    restarted (`restarted`), or from its last sign of life (`age`)."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
@@ -48,13 +48,13 @@ class WriterInfo:
 class PassInfo:
     name: str
     num_rows: int
-    """Number of score rows with logprobs."""
+    """Score rows with logprobs."""
     num_sequences: int
     engine: str | None
     num_contracts: int
     num_captured: int
     num_routed: int
-    """Number of score rows with router choices."""
+    """Score rows with router choices."""
     note: str | None
     """Says that the scores cover only a sample, or (from the contract) why there are none; otherwise None."""
 
@@ -81,7 +81,7 @@ class TraceInfo(Result):
     model_dtypes: dict[str, int]
     tokenizer: str | None
     versions: dict[str, str]
-    """Versions of Python and of the libraries that affect the numbers."""
+    """Versions of Python and relevant libraries."""
     first_step: int | None
     last_step: int | None
     num_steps: int
@@ -90,7 +90,7 @@ class TraceInfo(Result):
     num_response_tokens: int
     num_metrics: int
     num_eval_sequences: int
-    """Number of sequences sampled for evaluation; no other count includes them."""
+    """Sequences sampled for evaluation. No other count includes them."""
     num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
@@ -198,7 +198,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum number of sequences whose names are compared at once; a step that exceeds it is processed alone."""
+"""Maximum sequences to compare by name at once. A larger step is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -254,7 +254,6 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without its scores, first step, last step). Replays are skipped."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:
@@ -319,7 +318,6 @@ def state_of(source: Source) -> str:
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """Return `live` if any writer or `tim-trace record` is still running, otherwise the worst state of the writers."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}

@@ -33,12 +33,13 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Runs sequences of one recorded step through two executions of the recorded weights: a is `arm` (by default as
-    recorded), b is `against` (by default the recorded model in float64). `engine=vllm` runs either one in vLLM,
-    `engine=exact` in the exact engine. Each operator is compared with a float64 model on the same inputs, so errors
-    from earlier operators are excluded. The executions diverge at the first operator whose error exceeds what rounding
-    can cause, given its dtype and the length of its sums. `carried` is the share of the mismatch due to an operator's
-    own error.
+    Runs sequences from one recorded step through two executions with the recorded weights: a is `arm` (default: as
+    recorded), b is `against` (default: the recorded model in float64). `engine=vllm` or `engine=exact` selects another
+    engine.
+
+    Each operator is compared with a float64 model on the same inputs, which excludes earlier errors. The executions
+    diverge at the first operator whose error exceeds what rounding can cause. `carried` is the share of the mismatch
+    due to an operator's own error.
 
     `steps` is a single step. `sequences` is a number N (the N sequences with the largest mismatch between trainer and
     engine, if both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators`
@@ -48,9 +49,8 @@ def locate(
     functions, as module:function, that build the model with your own code. Such a model also runs once in float64,
     where rounding cannot hide a bug.
 
-    `keep` stores the result in `locate/` of a local trace, replacing any earlier result with the same options;
-    `diagnose` and the views `operators` and `patches` read it from there. If it could not be stored, `not_kept` says
-    why.
+    `keep` stores the result in a local trace under `locate/`, replacing an earlier result with the same options.
+    `diagnose` and the views `operators` and `patches` read it there. If it could not be stored, `not_kept` says why.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """

@@ -25,29 +25,29 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """Share of the mean squared mismatch due to one kind of operator, or one layer, of one execution."""
+    """Share of mean d^2 due to one operator kind or layer in one execution."""
 
     side: str
     kind: str
     layer: int | None
     num_operators: int
     carried: float
-    """Share of mean d^2 from the operators' own errors, to first order; negative if they reduce the mismatch."""
+    """Share of mean d^2 from the operators' own errors, to first order. Negative if they reduce the mismatch."""
     carried_low: float | None
     carried_high: float | None
     ratio: float
-    """Largest ratio of an operator's own error to its rounding bound."""
+    """Largest operator error relative to its rounding bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of the mean squared mismatch removed by computing some operators of one side with the other side's code."""
+    """Share of mean d^2 removed by running one side's operators with the other side's code."""
 
     patch: str
     taker: str
     num_operators: int
     removed: float
-    """Share of mean d^2 that the patch removes; negative if the mismatch grows."""
+    """Share of mean d^2 that the patch removes. Negative if the mismatch grows."""
     removed_low: float | None
     removed_high: float | None
 
@@ -60,25 +60,24 @@ class Location(Findings, Result):
 
     num_sequences: int
     num_groups: int
-    """Number of prompt groups, which are the resampling units of the intervals."""
+    """Prompt groups: the units resampled for intervals."""
     no_interval: str | None
-    """Why the shares have no interval; None if they have one."""
+    """Why the shares have no interval, or None if they have one."""
     gap_rms: float
-    """Root mean square of d = logprob(b) - logprob(a), in nats."""
+    """Rms d = logprob(b) - logprob(a) (nats)."""
     explained: float | None
-    """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them; None without a
+    """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them, or None without a
     mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
     kept: str | None = None
-    """Path of the result in the trace; None if not stored."""
+    """The result's path in the trace, or None if not stored."""
     not_kept: str | None = None
-    """Why the result could not be stored; None if it was, or if `keep` was off."""
+    """Why the result could not be stored. None if it was, or with `keep` off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
-    """Compute shares of the mismatch, with 95% bootstrap-t intervals over prompt groups."""
     square_S = np.array([each.sum_square for each in found.sequences])
     group_S = np.unique([each.group for each in found.sequences], return_inverse=True)[1]
     total = sum(each.sum_square for each in found.sequences)
@@ -153,12 +152,10 @@ class LocatedResult:
     id: str
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """Share of the mean squared mismatch by (side, operator); operators without a gradient are missing."""
 
 
 @cached
 def read_located(database: Database) -> tuple[LocatedResult, ...]:
-    """Read the stored results for a database's steps, newest last; warn about unreadable ones."""
     found = []
     for source in database.sources:
         results, damaged = read_results(source.store)
@@ -179,7 +176,6 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """Return the rows of both views: one per result and operator, or per result and patch."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(kind, carried))

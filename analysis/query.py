@@ -52,7 +52,6 @@ class Session:
                 self._database.connection.execute(f"SET {setting}")
 
     def ask(self, query: str) -> Rows:
-        """Run a query; if it has several statements, return the rows of the last one."""
         return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
 
     def _answer(self, query: str) -> Rows:
@@ -86,7 +85,6 @@ class Session:
             raise InvalidQuery(_explained(str(error))) from error
 
     def _define_facts(self) -> None:
-        """Define the view `facts`. This is done on demand, because it runs the full analysis of `attribute`."""
         from .attribution.attribute import facts_table
 
         self._has_facts = True
@@ -95,8 +93,6 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless a statement only reads. EXPLAIN is judged by its inner statement, which ANALYZE
-    runs."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
@@ -122,7 +118,6 @@ GREETING = (
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Split arguments into traces and query: the last one is a query unless it is a folder or a URL."""
     last = arguments[-1]
     is_query = (
         not os.path.exists(last) and "://" not in last.split(maxsplit=1)[0] and (len(arguments) > 1 or " " in last)
@@ -144,7 +139,6 @@ def prompt(session: Session, show: Callable[[Rows], None]) -> None:
 
 
 def _read() -> str | None:
-    """Read lines until one ends with a semicolon; return None at the end of the input."""
     lines: list[str] = []
     while not lines or not lines[-1].rstrip().endswith(";"):
         try:

@@ -1,5 +1,3 @@
-"""Render the results of replay, its plan, triangulate and gradient as text."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -127,7 +125,6 @@ def gradient_sentence(found: GradientReport) -> str:
 
 
 def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
-    """Return one row per step and arm; per step, arm and module; or per arm over all steps."""
     return {"step": _by_step, "module": _by_module, "arm": _by_arm}[by](found.steps)
 
 

@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """SQL functions that return a sequence's agreement by layer and by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types of the run; the group and first row in pass a, then in pass b; and the number of tokens."""
+"""SQL types: run, then group and first row in pass a and in pass b, then token count."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -33,7 +33,7 @@ _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
 class Agreement(NamedTuple):
-    """Agreement between two routings of the same tokens, for each token and layer."""
+    """Where two routings agree, by token and layer."""
 
     known_NL: np.ndarray
     """bool: both passes routed the token in this layer."""
@@ -87,7 +87,6 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Count, for each token, the layers that both passes routed and those in which their experts differ."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -96,9 +95,9 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 
 
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
-    """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
+    """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Confined queries may call them, because they open nothing but groups in the dense/ folders of these traces.
+    Confined queries may call them, because they open only the traces' dense/ folders.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -122,7 +121,6 @@ MACROS = MacroFile[Database](
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
-    """Compare rows of scores. `a` and `b` are each a column of groups and a column of first rows."""
     runs, counts = run.to_pylist(), num_tokens.to_pylist()
     sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
     return [compare(one, other) for one, other in zip(*sides, strict=True)]

@@ -1,5 +1,3 @@
-"""A table of results, and its output as JSON, CSV and text."""
-
 from __future__ import annotations
 
 import csv
@@ -45,7 +43,6 @@ class Rows(Table):
         return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
-        """Return each row as a dict keyed by column."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def without(self, columns: Collection[str]) -> Rows:
@@ -53,7 +50,6 @@ class Rows(Table):
         return Rows(tuple(self.columns[i] for i in kept), [tuple(row[i] for i in kept) for row in self.rows])
 
     def joined(self, other: Rows, keys: Sequence[str]) -> Rows:
-        """Left join another table on `keys`."""
         shared = [name for name in keys if name in self.columns and name in other.columns]
         added = tuple(name for name in other.columns if name not in shared)
         found = {tuple(row[name] for name in shared): tuple(row[name] for name in added) for row in other.dicts()}
@@ -72,7 +68,7 @@ def table(values: Sequence[Any]) -> Rows:
 
 def to_json(value: Any) -> str:
     """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
-    the strings `NaN`, `Infinity` and `-Infinity`; null means "not recorded"."""
+    the strings `NaN`, `Infinity` and `-Infinity`. null means "not recorded"."""
     text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -80,7 +76,6 @@ def to_json(value: Any) -> str:
 
 
 def to_csv(rows: Rows) -> Iterator[str]:
-    """Yield CSV lines, with numbers at full precision and NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
         # csv quotes a cell with a newline only if the line terminator contains that character; "\r\n" covers both.
@@ -134,12 +129,12 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Minimum width of truncated values and wrapped names, in characters."""
+"""Minimum characters to keep of truncated values and wrapped names."""
 _MOST_NAMED = 6
 _LONG_TEXT = 40
 """Values of at least this many characters may be wrapped, and do not determine the width of a list."""
 _MOST_LISTS = 4
-"""Maximum number of long rows rendered side by side as lists."""
+"""Maximum long rows rendered side by side as lists."""
 
 
 def _line_width(columns: Sequence[_Column]) -> int:
@@ -262,14 +257,12 @@ def printable_lines(text: str) -> str:
 
 
 def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Wrap and indent text; with a width of None, return one line."""
     if width is None:
         return indent + text
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def of_steps(steps: str) -> str:
-    """Return the selected steps as a suffix to the trace's name; empty for all steps."""
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 

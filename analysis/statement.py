@@ -1,5 +1,3 @@
-"""Statements in results: a code with numbers, rendered as a sentence when printed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -16,5 +14,4 @@ class Statement:
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    """Render statements; the catalogue maps codes to format strings."""
     return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)

@@ -25,7 +25,7 @@ LIKE = ("run", "step")
 _FEW = 8
 """Up to this many traces are processed together, regardless of their size."""
 _TOGETHER = 64
-"""Maximum number of traces to open at once when computing missing sums."""
+"""Maximum traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -43,19 +43,19 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in the trace (`sums/` and `index/`) if it is local, finished and writable, so that
-    the next call need not read tokens.
+    Stores each sequence's sums (`sums/`, `index/`) in a local, finished, writable trace, so later calls need not read
+    tokens.
 
-    For `pair` a:b, d = logprob(a) - logprob(b) in nats, over the tokens that count toward the loss and have a finite
-    logprob in both passes; NaN and infinities are counted separately. The columns are those of the SQL macros
-    `pair_runs`, `pair_steps` and `pair_sequences`, plus those of `pair_distribution_runs`, `_steps` and `_sequences` if
-    both passes captured distributions. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both
+    passes. NaN and infinities are counted separately. The columns match the SQL macros `pair_runs`, `pair_steps` and
+    `pair_sequences`, plus `pair_distribution_runs`, `_steps` and `_sequences` if both passes captured distributions.
+    `steps` (3:80, -10:, 2:200:2) selects steps in each run.
 
-    If both passes have router choices, `routing_agreement` is the share of choices in which both selected the same
-    experts, and `by="layer"` gives one row per layer, with the columns of the SQL macro `pair_routing_layers`.
+    If both passes have router choices, `routing_agreement` is the share that selected the same experts. `by="layer"`
+    gives one row per layer, with the columns from the SQL macro `pair_routing_layers`.
 
-    For a run of more than 33,554,432 tokens, quantiles come from histograms per step, and `quantile_error` bounds their
-    relative error: 2^-10 (0.1%), or 0 for exact quantiles. `exact` reads the tokens a second time to make them exact.
+    Above 33,554,432 tokens, quantiles come from per-step histograms. `quantile_error` bounds their relative error:
+    2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time to make them exact.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
@@ -110,7 +110,6 @@ def stats(
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
-    """Store sums batch by batch if many traces lack them, so that an interruption loses little; return True if so."""
     lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
     if len(lacking) <= _FEW or database.ray is not None:
         return False
@@ -137,7 +136,6 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Describe the error of the quantiles in `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []

@@ -1,8 +1,8 @@
-"""Attribute the mismatch to trainer and engine by measuring the error of each against a replay in higher precision.
+"""Attribute the mismatch to trainer and engine by measuring both errors against a higher-precision replay.
 
-Let t, r and f be the logprobs of the trainer, the engine and the reference. The errors are e_t = t - f and e_r = r - f,
-and the mismatch is d = t - r = e_t - e_r, so mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r. A side's share is its
-mean square minus the common term, share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+Let t, r and f be the trainer's, engine's and reference's logprobs. The errors are e_t = t - f and e_r = r - f, and the
+mismatch is d = t - r = e_t - e_r, so mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r. A side's share is its mean
+square minus the common term, share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKENS = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideErrors:
-    """Error of the trainer or the engine against the reference: mean, mean absolute and root mean square, in nats."""
+    """Error of the trainer or the engine against the reference: mean, mean absolute and rms (nats)."""
 
     name: str
     mean: float
@@ -52,7 +52,7 @@ class SideErrors:
     share: float
     """Share of mean d^2 due to this side's error."""
     share_low: float | None
-    """Lower end of the 95% interval over groups of sequences; None without an interval."""
+    """Lower end of the 95% interval over groups, or None without an interval."""
     share_high: float | None
 
 
@@ -67,22 +67,21 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals. A unit is the sequences of a step that share a group_id, or a
-    single sequence without one."""
+    """Units resampled for intervals: sequences in a step with the same group_id, or a single sequence without one."""
     no_interval: str | None
-    """Why the shares have no interval; None if they have one."""
+    """Why the shares have no interval, or None if they have one."""
     num_tokens: int
     gap_rms: float
-    """Root mean square of d = logprob(train) - logprob(rollout), in nats."""
+    """Rms d = logprob(train) - logprob(rollout) (nats)."""
     resolution: float
-    """Mean rounding error of the reference, in nats: it is stored as float32, so smaller errors cannot be measured."""
+    """Mean rounding error of the reference (nats): it is stored as float32, so smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
     """True if the replay reproduced the recorded bits."""
     not_held: str | None
-    """Why the recorded bits were not reproduced, as a code of `ReplayedStep`; None if they were, or if no replay
+    """Why the recorded bits were not reproduced, as a code of `ReplayedStep`, or None if they were, or if no replay
     ran."""
     arms: Rows
     """One row per arm: the mismatch if its replay replaces the trainer's logprobs, and the share of mean d^2 that this
@@ -146,7 +145,6 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return the sums by pass, and the number of tokens whose bits were not reproduced (0 unless `asks_identity`)."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -172,8 +170,6 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield, for one unit of work, the sums by pass and step, and the number of tokens whose bits were not
-    reproduced."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -196,7 +192,6 @@ def _num_different(database: Database, steps: list[int]) -> int:
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
-    """Return [N] columns of the tokens scored by trainer, engine and one replay, in the same order for every replay."""
     query = f"""
         SELECT step, hash(seq_id) AS sequence, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
@@ -245,7 +240,6 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _correlation(sums: ErrorSums) -> float:
-    """Return Pearson's correlation between the two errors; NaN if one is constant."""
     error, square = ([sums.totals[f"{side} {name}"] for side in (TRAIN, ROLLOUT)] for name in ("error", "square"))
     num = sums.totals["num_tokens"]
     common = square[0] - fsum(sums.groups[TRAIN]) - error[0] * error[1] / num
@@ -256,14 +250,13 @@ def _correlation(sums: ErrorSums) -> float:
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
-    """Return the row of an arm; its mismatch is the engine's error against the arm's replay."""
     ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
     left = sums.totals[f"{ROLLOUT} square"] / sums.totals["num_tokens"]
     return name, sqrt(left), share, *(ends(interval) or (None, None))
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share of the sum of d^2, with its interval; NaN if that sum is 0."""
+    """Return each column's share in sum d^2 and its interval, or NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
@@ -297,7 +290,6 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over one or more tokens of one step. `tokens` has the columns that `_tokens` returns."""
         errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
         squares = {side: error_N * error_N for side, error_N in errors.items()}

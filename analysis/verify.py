@@ -38,7 +38,7 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: number of files read, bytes, and number of damaged files."""
+    """One row per folder: files read, bytes, damaged files."""
     damaged: tuple[str, ...]
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]
@@ -77,15 +77,11 @@ def verification_text(found: Verification, width: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A file or other unit to read and check against its writer's record."""
-
     folder: str
     name: str
     num_bytes: int
     read: Callable[[], Any]
-    """Reads the unit; raises an error that describes the damage."""
     of_parts: Callable[[], list[str]] = list
-    """Describes the damage in each part of the unit; called if `read` fails."""
 
 
 class _Verifier:
@@ -100,7 +96,6 @@ class _Verifier:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the large folders, for the progress bar."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
@@ -112,7 +107,6 @@ class _Verifier:
         self._ask_for_groups()
 
     def parts(self) -> Iterator[_Part | str]:
-        """Yield the parts to read; for an unreadable part, yield a sentence that describes the damage."""
         for table in TABLES:
             for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
@@ -192,7 +186,6 @@ class _Verifier:
                 yield _Part(folder=DENSE, name=where, num_bytes=self.store.file_size(where), read=read)
 
     def _ask_for_groups(self) -> None:
-        """Open every Zarr group that scores refer to: captured distributions and router choices."""
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL

@@ -1,5 +1,3 @@
-"""Open traces as databases with every SQL macro and view."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -37,8 +35,7 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of the given steps. A database that already has these steps and this cluster is
-    returned.
+    """Open traces as a database with the given steps. If it already has these steps and this cluster, it is reused.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """

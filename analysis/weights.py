@@ -1,5 +1,3 @@
-"""List and export recorded weights, and render their comparison with the engine's."""
-
 from __future__ import annotations
 
 import os
@@ -35,16 +33,14 @@ def weights(
 ) -> Rows:
     """List the weight versions, with their size and the share of elements that changed.
 
-    By version, each row has the number of elements, their size in bytes and on disk, the share of elements whose bits
-    differ from the previous version (in bfloat16 at usual learning rates, at least 98% stay the same: arXiv
-    2602.03839), and a hash of the version's whole history. `verify` rebuilds each version and checks its hashes; the
-    column `verified` is `ok` or describes the damage. By module, layers are grouped, and `num_unchanged` counts the
-    versions in which no element changed.
+    By version, each row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
+    the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% stay the
+    same (arXiv 2602.03839). `verify` rebuilds each version and checks its hashes: `verified` is `ok` or describes the
+    damage. By module, layers are grouped, and `num_unchanged` counts versions without a change.
 
-    `engine` compares the engine's tensors, or groups of layers, with the trainer's instead. Each row has the trainer's
-    version when the engine last started sampling, the version at which the engine last received the tensor, the latest
-    version whose bits the engine has, whether the two agree, the number of versions at which they differed, and why (a
-    code in WEIGHT_CAUSES).
+    `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
+    version when the engine last started sampling, the version last received, the latest version whose bits the engine
+    has, whether they agree, how many versions differed, and why (a code in WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -139,7 +135,6 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """Return None if a part has no previous version."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None

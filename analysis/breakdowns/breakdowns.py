@@ -1,6 +1,6 @@
 """Break down a mismatch by probability, position, length and entropy: token counts and mean |d| per bin.
 
-Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
+Shapes: X probability bins, Y d bins, B non-empty bins in a profile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""The last bin includes all higher entropies. 16 nats is the entropy of nine million equally likely tokens."""
+"""The last bin includes all higher entropies. Nine million equally likely tokens have 16 nats."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -52,18 +52,14 @@ _LENGTHS = "(SELECT run, step, seq_id, num_response_tokens FROM sequences) USING
 
 
 class Queries:
-    """SQL queries for a pair of passes, limited to tokens that meet every condition in `within`."""
-
     def __init__(self, pair: Pair, within: Sequence[str]):
         self._compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        """Return SQL for the number of tokens, the 99.9% quantile of |d|, and the envelope."""
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return SQL for the number of tokens per bin of probability and of d, which spans -reach to reach."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
@@ -71,7 +67,6 @@ class Queries:
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
-        """Return SQL for the mismatch by position, length or entropy: bin start, number of tokens, mean |d|, rms d."""
         pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
         last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
         title, name, value, rows, compared = {
@@ -93,7 +88,6 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return SQL for the bin of a value; values out of range go into the first or last bin."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
@@ -104,9 +98,9 @@ def _literal(number: float) -> str:
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
+"""SQL hash for sampling sequences. `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width of the d axis, in nats, if every d is 0."""
+"""Half the width of the d axis (nats), if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -140,23 +134,23 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """A run's mismatch in bins, over all tokens or a sample; d = logprob(a) - logprob(b), in nats."""
+    """A run's mismatch in bins, over all tokens or a sample. d = logprob(a) - logprob(b) (nats)."""
 
     num_tokens: int
-    """Number of tokens read that are in the loss and have finite logprobs in both passes."""
+    """Tokens read that are in the loss and finite in both passes."""
     num_recorded_tokens: int
-    """Number of response tokens in the whole run."""
+    """Response tokens in the whole run."""
     how: str
     """A sentence that says which tokens were read."""
     d_edges: Array
-    """[Y + 1] bin edges, in nats, symmetric about 0; the first and last bins include values beyond them."""
+    """[Y + 1] bin edges (nats), symmetric about 0. The first and last bins include values beyond them."""
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
     """Profiles by `position`, `length` and, if recorded, `entropy`; tokens with a non-finite entropy are excluded."""
     envelope: float | None
-    """Constant c, in nats, such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of
-    c / 2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
+    """Constant c (nats), such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of c
+    / 2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """Queries for the same numbers over the whole run, by `density`, `position`, `length` or `entropy`."""
 
@@ -165,11 +159,11 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the mismatch of the first open run; None if no token in the loss is finite in both passes.
+    """Break down the first open run's mismatch, or None if no token in the loss is finite in both passes.
 
     Reads only the first use of each sequence (iteration 0), at up to `max_steps` steps: the `notable` ones, and others
-    evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so the sample
-    does not depend on the order of rows.
+    evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by hashing step and seq_id, so row order does
+    not matter.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -222,7 +216,6 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Choose steps among those that both passes scored; return them with a phrase that describes the choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:
@@ -238,8 +231,6 @@ def _steps(
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[list[str], str]:
-    """Return SQL conditions for sequences of up to `max_tokens` tokens in total (at least one sequence), with a phrase
-    that describes the choice; both are empty if every sequence fits."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)

@@ -1,5 +1,3 @@
-"""Export a trace's sequences to Parquet, or its per-step metrics to TensorBoard events or an offline W&B run."""
-
 from __future__ import annotations
 
 import os
@@ -40,11 +38,11 @@ class Exported(Result):
     format: str
     output: str
     files: tuple[str, ...]
-    """File names in the folder; for wandb, the name of the run's folder."""
+    """File names in the folder. For wandb, the run folder's name."""
     num_sequences: int
-    """Number of sequences written; 0 for tensorboard and wandb."""
+    """Sequences written. 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written; for tensorboard and wandb, it includes the values of the per-step mismatch."""
+    """Logged values written. For tensorboard and wandb, this includes the per-step mismatch."""
     num_texts: int
     """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
 
@@ -62,7 +60,7 @@ def export_run(
     """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, the logprobs of every pass (`PASS_logprobs`, in nats; first iteration of `current`) and `d`: logprob(a) -
+      settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
       logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own
@@ -181,7 +179,6 @@ PROJECT = "tim-trace"
 
 
 def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
-    """Write an event file in double precision; return the number of values. Raises ImportError without TensorBoard."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -209,7 +206,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
 
 
 def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
-    """Write an offline run for `wandb sync`; return the number of values. Raises ImportError without wandb."""
+    """Write an offline run for `wandb sync`, and return the number of values. Raises ImportError without wandb."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
@@ -232,7 +229,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
 
 
 CHUNK_TOKENS = 1 << 20
-"""Maximum number of prompt and response tokens held in memory at once, unless a single step has more."""
+"""Maximum prompt and response tokens held in memory at once, unless a single step has more."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -244,7 +241,6 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences, sorted by step and name, a few steps per table; one empty table if there are none."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
@@ -252,20 +248,17 @@ def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    """Yield the logged values by step, after an empty batch that sets the schema."""
     rows = database.connection.batches(_METRICS)
     yield pa.RecordBatch.from_pylist([], rows.schema)
     yield from rows
 
 
 def passes_of(database: Database) -> list[str]:
-    """Return the passes with scores: the standard ones first, then the others by name."""
     order = {name: place for place, name in enumerate(STANDARD)}
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return SQL for the sequences of some steps; `passes` maps each pass with scores to its SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
@@ -288,7 +281,6 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
 
 
 def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], advance: Advance = lambda number: None) -> int:
-    """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
     num_rows = 0
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:

@@ -1,5 +1,3 @@
-"""Base class of frameworks: their options, and the metrics that they log."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +29,6 @@ class Framework:
     source: ClassVar[str]
     """Source files with these definitions."""
     columns: ClassVar[str] = ""
-    """SQL that replaces {columns} in the macros."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -54,25 +51,22 @@ class Framework:
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         """Return one row per run or per step. Pass a is the trainer, pass b the rollout.
 
-        `only` selects columns of the macro `<name>_<by>s`; empty means all.
+        `only` selects columns from the macro `<name>_<by>s`. Empty means all.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if the framework does not log this column with these options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls of the macros that read tokens, such that every metric can be computed from their rows.
+        """Return calls to the macros that read tokens. Their rows are enough for every metric.
 
-        The rows have columns run, step and seq_id, and are valid only for these options. A macro may use the macros
-        before it.
+        Rows have the columns run, step and seq_id. A macro may use earlier macros.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield each macro's name and rows, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
@@ -91,13 +85,12 @@ def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare a framework's option; `metavar` is the value's placeholder in the help."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query over the macro `<macro>_steps` or `<macro>_runs`; `only` selects columns, empty means all."""
+    """Return a query over `<macro>_steps` or `<macro>_runs`. `only` selects columns, and empty means all."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
@@ -123,10 +116,10 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read a pair's tokens once for all of a framework's metrics, except medians over tokens, which read them again.
+    """Read a pair's tokens once for all metrics except token medians, which read them again.
 
-    Inside the context, temporary tables with the rows of the macros that read tokens replace these macros, without the
-    sequences excluded by `database.leave_out`.
+    Inside the context, temporary tables replace the macros that read tokens. Sequences excluded by `database.leave_out`
+    are left out.
     """
     connection, kept = database.connection, list[str]()
     try:

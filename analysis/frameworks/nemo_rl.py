@@ -1,5 +1,3 @@
-"""NeMo-RL's metrics of the mismatch between generation and policy."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -21,15 +19,11 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
-    """Options of NeMo-RL's clipped policy-gradient loss that affect its metrics."""
-
     reference_policy_kl_type: str = option_field(
         "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
     )
-    """Estimator used for gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
     truncated_importance_sampling_type: str | None = option_field(None, "How to truncate ratios.", choices=TRUNCATIONS)
-    """What to do with ratios outside the bounds; None leaves them unchanged."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
     """None means 0, which only `tis` allows."""

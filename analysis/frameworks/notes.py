@@ -1,5 +1,3 @@
-"""Caveats on a framework's metrics that depend on the trace."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +33,6 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Return a note on the runs in which metrics are NULL because a pass or its `column` is missing; may be empty."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -49,10 +46,10 @@ def masked_out(
     database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
-    """Return a note on non-finite logprobs of masked tokens, for frameworks that multiply by the mask; may be empty.
+    """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
-    Because NaN * 0 and inf * 0 are NaN, such a token makes the framework's sums NaN; tim-trace leaves it out. With
-    `rejects`, the options may mask any token, so all tokens are searched. `effect` is what happens to the metrics.
+    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN. tim-trace skips it. With
+    `rejects`, all tokens are searched, because the options may mask any token.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -70,7 +67,6 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Return a note for each run whose contract says that the framework averages logprobs in half precision."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
@@ -80,7 +76,6 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Return a note for each run that was trained with options other than `given`."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []

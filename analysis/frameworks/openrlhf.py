@@ -1,5 +1,3 @@
-"""OpenRLHF's metrics of the mismatch between vLLM and trainer."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -19,16 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    """Options of OpenRLHF's policy loss that affect the ratio and its clipping."""
-
     policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
-    """One ratio per token (`ppo`), or their geometric mean over a sequence (`gspo`)."""
     eps_clip_low_high: tuple[float, float] = option_field(
         (0.2, 0.2), "Clip ratios below 1 - E and above 1 + E (0.2 0.2).", metavar="E E"
     )
-    """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's probabilities.")
-    """True to divide by the rollout's probabilities instead of the trainer's old probabilities; only with gspo."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"

@@ -1,5 +1,3 @@
-"""prime-rl's metrics of the mismatch between inference and trainer."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +23,6 @@ _OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRl(Framework):
-    """Options of prime-rl's losses that decide which tokens are masked."""
-
     dppo_mask_low: float = option_field(
         0.2, "Mask tokens with A <= 0 whose probability drops by more than P (0.2).", metavar="P", at_least=0
     )
@@ -34,7 +30,6 @@ class PrimeRl(Framework):
         0.2, "Mask tokens with A > 0 whose probability rises by more than P (0.2).", metavar="P", at_least=0
     )
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with bound P.", metavar="P", at_least=0)
-    """`ipo` masks tokens whose probability changes by more than this, up or down. None selects the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"
@@ -46,7 +41,6 @@ class PrimeRl(Framework):
     )
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or per step. The tokens are read again only if medians over tokens are requested."""
         if not only or not _OF_TOKENS.isdisjoint(only):
             return Framework.numbers(self, database, pair, by, only)
         columns = ", ".join(f'"{name}"' for name in only)

@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework; an option that is None is ignored, as is a different framework's option that is False."""
+    """Create a framework. None is ignored, and so is False for another framework's option."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -61,7 +61,6 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise InvalidOption if a framework's option is given without a framework."""
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
@@ -81,7 +80,6 @@ class DeclaredOption:
     framework: str
     name: str
     type: Any
-    """str, float, int, bool, or a tuple of these, without `| None`."""
     default: Any
     help: str
     metavar: str | None
@@ -103,7 +101,6 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macros of all frameworks; a framework's module is imported when a query first uses its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]

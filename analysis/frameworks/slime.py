@@ -1,5 +1,3 @@
-"""slime's metrics of the mismatch between engine and trainer."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -34,7 +32,7 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, and of mis.py in slime's examples.
+    """Options for slime's truncated importance sampling and averaging, and for mis.py in its examples.
 
     The defaults for mis.py are from mis.yaml in the same folder.
     """
@@ -42,21 +40,16 @@ class Slime(Framework):
     tis_clip: float = option_field(2.0, "Upper bound of token ratios (2.0).", metavar="C")
     tis_clip_low: float = option_field(0.0, "Lower bound of token ratios (0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """True to average over all tokens; False to average over the means of sequences."""
     use_tis: bool = option_field(False, "Use the weights and rejections of the mis.py example.")
-    """False to compute only the metrics of mis.py, as its get_mismatch_metrics does."""
     tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
-    """Ratios used as weights: of a `token`, of a `sequence`, or their `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
-    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside the bounds."""
     tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
     """None means 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
     use_rs: bool = option_field(True, "Reject based on weights (on; mis.py).")
-    """True to reject tokens whose weight is outside rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level at which to reject (token; mis.py).", choices=LEVELS)
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"

@@ -1,5 +1,3 @@
-"""TRL's metrics of the mismatch between vLLM and trainer, and of the tokens that the loss clips."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -25,15 +23,12 @@ _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trl(Framework):
-    """Options of TRL's importance-sampling correction, loss and logging."""
-
     vllm_importance_sampling_mode: str = option_field(
         "sequence_mask",
         "One of token_truncate, token_mask, sequence_truncate, sequence_mask (the default).",
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    """Level of the ratios, and whether ratios outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound of ratios (3.0).", metavar="C")
     """Infinity for no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound of ratios.", metavar="C")
@@ -45,22 +40,17 @@ class Trl(Framework):
     importance_sampling_level: str = option_field(
         "token", "Level of the ratios in the loss (token).", choices=("token", "sequence")
     )
-    """One ratio per `token`, or their geometric mean over a `sequence`."""
     epsilon: float = option_field(0.2, "Clip ratios below 1 - E (0.2).", metavar="E", at_least=0)
     epsilon_high: float | None = option_field(
         None, "Clip ratios above 1 + E, or for cispo above E (epsilon).", metavar="E", at_least=0
     )
-    """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound on the ratio for both signs of the advantage; None for no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """Sequences with A < 0 and a mean of rollout - current above this, in nats, are dropped; None drops none."""
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
-    """Number of steps per row, because TRL logs means over several steps; None for one row per step."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
 
     name: ClassVar[str] = "trl"
@@ -135,7 +125,6 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options in the form in which TRL records them, to compare them with a run's."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

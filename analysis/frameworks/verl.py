@@ -1,5 +1,3 @@
-"""verl's off-policy metrics, importance-sampling weights and rejections."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -29,23 +27,17 @@ _PREFIX = "rollout_corr/rollout_rs_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verl(Framework):
-    """Options of verl's rollout correction."""
-
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
-    """Level of the importance-sampling weights; None for no weights."""
     rollout_is_threshold: str = option_field(
         "2.0",
         "Upper bound of weights (TIS; 2.0), or bounds outside which weights are masked (IcePop).",
         metavar="UPPER|LOWER_UPPER",
     )
-    """Maximum weight (TIS), or bounds `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
     rollout_rs: str | None = option_field(None, "Rejection rules, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
-    """Comma-separated REJECTIONS; None rejects nothing."""
     rollout_rs_threshold: str | None = option_field(
         None, "One bound for all rules, or one per rule; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """One bound for all rules, or one per rule. For k1, `lower_upper` bounds 1 / rho from both sides."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"

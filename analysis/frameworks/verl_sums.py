@@ -1,7 +1,7 @@
 """Compute each sequence's sums for verl's metrics.
 
-Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on its own tokens, so the result is bitwise
-independent of batching and of the number of threads.
+Shapes: T tokens from N sequences, concatenated. A sequence's sums depend only on its own tokens, so batching and
+threads never change a bit.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the keys and sums of each sequence, from rows of `verl_rows`."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """Return [16, N] sums over sequences of `num_tokens_N` >= 1 tokens; NaN and infinities propagate."""
+    """Return [16, N] sums over sequences with `num_tokens_N` >= 1 tokens. NaN and infinities propagate."""
     found = np.empty((len(_SUMS), len(num_tokens_N)))
     for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):

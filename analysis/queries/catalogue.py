@@ -1,5 +1,3 @@
-"""Named queries: SQL files to run unchanged or to adapt."""
-
 from __future__ import annotations
 
 import difflib
@@ -30,23 +28,21 @@ class NamedQuery:
     meaning: str
     """How to read the result."""
     needs: str | None
-    """Data that the query needs besides the logprobs of both passes; None if no others."""
+    """Data needed besides both passes' logprobs, or None."""
     sql: str
-    """Full text of the SQL file, for the passes train and rollout."""
+    """The SQL file for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 
 def catalogue() -> list[NamedQuery]:
-    """Return every named query, sorted by name."""
     folder = files(__package__)
     names = sorted(entry.name.removesuffix(".sql") for entry in folder.iterdir() if entry.name.endswith(".sql"))
     return [_parse(name, (folder / f"{name}.sql").read_text(encoding="utf-8")) for name in names]
 
 
 def named_query(name: str) -> NamedQuery:
-    """Return the query with this name. Raises InvalidOption."""
     known = {query.name: query for query in catalogue()}
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)

@@ -22,49 +22,40 @@ WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of 
 """Why a sequence was chosen."""
 
 PROMPT_TOKENS = 400
-"""Maximum number of prompt tokens shown, from the end of the prompt."""
+"""Maximum prompt tokens shown, from the end of the prompt."""
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum number of response tokens to search; a run with fewer is searched in full."""
+"""Minimum response tokens to search. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
 """Share of the run's tokens to search if the trace stores the pair's sums, because then no tokens have to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedAt:
-    """The steps to search, in order."""
-
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Steps that are evenly spaced over the run; all steps if the whole run is searched."""
     notable: tuple[int, ...]
-    """Steps that the caller asked for, most notable first."""
     worst: frozenset[int]
     """Steps added because they contain sequences with the largest |d|."""
     num_tokens: int
     num_steps: int
-    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` also cover the whole run."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
-    """True if every one of the worst sequences is in a searched step."""
 
     @property
     def is_all(self) -> bool:
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps whose worst sequences are shown: notable ones, then evenly spaced ones."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose the steps to search: notable ones, those with the `worst` sequences (if sums are stored), and evenly
-    spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -106,18 +97,15 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """Mismatch of every sequence with response tokens, whether or not it can be compared; [N] per field."""
+    """Mismatch for every sequence with response tokens, comparable or not. Fields have shape [N]."""
 
     steps: np.ndarray
     seq_ids: list[str]
     lengths: np.ndarray
-    """Number of response tokens."""
     prompt_lengths: np.ndarray
-    """Number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """Number of tokens that count toward the loss and have finite logprobs in both passes."""
     sum_abs_d: np.ndarray
-    """In nats, like `max_abs_d`; 0 if no token can be compared."""
+    """In nats, like `max_abs_d`, or 0 if no token can be compared."""
     max_abs_d: np.ndarray
 
     @property
@@ -138,8 +126,6 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in the given steps, from stored sums if there are any, otherwise from
-    tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()
@@ -154,32 +140,23 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Limits on what is shown."""
-
     worst: int = 24
     random: int = 16
     typical: int = 8
     per_step: int = 1
     max_steps: int = 200
-    """Maximum number of steps whose worst sequences are shown."""
     max_tokens: int = 200_000
-    """Maximum number of tokens shown in total, prompts included."""
     max_sequence_tokens: int = 2_000
-    """Maximum number of response tokens shown per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The sequences to show, in order."""
-
     why: dict[int, tuple[str, ...]]
     """Why each sequence was chosen, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
-    """Number of sequences omitted to stay within max_tokens, by the first reason for which they were chosen."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
-    """Choose sequences, worst first, and skip those that would exceed the token limit."""
     compared = np.flatnonzero(gaps.num_compared > 0)
     evenly = np.isin(gaps.steps, [*looked.spread])
     worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
@@ -212,7 +189,6 @@ def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    """Return the rows with the smallest hash of step and name, which are the same in every call."""
     if not num:
         return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)

@@ -1,6 +1,6 @@
 """Read chosen sequences token by token: the worst, typical and random ones, and the worst of each step.
 
-Shapes: T response tokens shown of one sequence, R tokens in its response.
+Shapes: T response tokens shown, R tokens in the response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum number of full sequences in memory at once."""
+"""Maximum full sequences in memory at once."""
 
 
 def read_chosen(
@@ -51,7 +51,6 @@ def read_chosen(
 
 
 def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield one row per sequence: scalars as Python values, lists as Arrow arrays or None."""
     connection = database.connection
     steps, seq_ids = zip(*keys, strict=True)
     connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
@@ -98,7 +97,6 @@ class _Response:
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
 
     def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
-        """Cut the sequence to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -115,7 +113,6 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """[R] float64, in nats; NaN where the token does not count, or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -124,14 +121,12 @@ class _Response:
 
 
 def _first(d_R: np.ndarray, most: int) -> int:
-    """Return the index of the first token to show, so that the largest |d| is in the middle."""
     if len(d_R) <= most or not np.isfinite(d_R).any():
         return 0
     return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values as float32 [R], NaN where missing, and the state of each, [R]."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -144,7 +139,6 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return a bool mask [R]: all tokens without a mask; tokens beyond the end of a short mask are excluded."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -170,14 +164,14 @@ _WANTED = Wanted()
 def read_token_samples(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), wanted: Wanted = _WANTED
 ) -> TokenSamples:
-    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), in nats.
+    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b) (nats).
 
-    The worst sequences are those with the largest |d| of a token; typical ones have a mean |d| closest to the median;
-    random ones are the same in every call. The worst sequences of every step are added. In a large run, only some steps
-    are searched (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown,
-    and long responses are cut to a window around their worst token. `choice` in the result gives the numbers.
+    The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. Random
+    ones are the same in every call. Each step's worst sequences are added. In a large run, only some steps are searched
+    (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
+    responses are cut to a window around their worst token. `choice` in the result gives the numbers.
 
-    If the trace has only one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
+    If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
@@ -199,48 +193,41 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a token's logprob in a pass: FINITE is a number; NOT_RECORDED is NULL, or no row of scores; NAN is NaN;
-INFINITE is either infinity."""
+"""A token's logprob in a pass. NOT_RECORDED is NULL or has no score row. INFINITE is either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
     """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, in nats. Sums are over response tokens that count toward the loss and have
-    finite logprobs in both passes. Scores are those of the first inner iteration. Token texts have passed through
-    `visible`, but are not escaped for HTML."""
+    d = logprob(a) - logprob(b) (nats). Sums are over response tokens that count toward the loss and have finite
+    logprobs in both passes. Scores are from the first inner iteration. Token texts have passed through `visible`, but
+    are not escaped for HTML.
+    """
 
     step: int
     seq_id: str
     group_id: str | None
-    """Shared by the sequences of one prompt; None if not recorded."""
     why: tuple[str, ...]
     """One or more of WORST, TYPICAL, RANDOM and WORST_OF_STEP."""
     num_tokens: int
-    """Number of tokens in the whole response."""
     first_token: int
-    """Index in the response of the first token shown."""
     reward: float | None
     advantage: float | None
-    """Advantage of the whole response; None if not recorded, or recorded per token."""
+    """Advantage of the whole response. None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Number of optimizer updates already applied to the sampling weights; None if not recorded."""
+    """Optimizer updates applied to the sampling weights, or None if not recorded."""
     finish_reason: str | None
-    """Why the engine stopped, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """In nats; None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
+    """In nats, or None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
-    """(token id, text) of the last prompt tokens."""
     num_prompt_tokens: int | None
-    """Number of tokens in the whole prompt; None if not recorded."""
     ids: np.ndarray
-    """[T] int32 token ids."""
     texts: list[str]
     logprobs: Mapping[str, np.ndarray]
-    """[T] float32 by pass, in nats, as recorded; NaN if missing."""
+    """[T] float32 by pass (nats), as recorded. NaN if missing."""
     state: Mapping[str, np.ndarray]
     """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
@@ -248,7 +235,7 @@ class TokenSample:
     advantages: np.ndarray | None
     """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, in nats, from pass b or else pass a; NaN if missing, None if neither pass has it."""
+    """[T] float32 (nats), from pass b, or else a. NaN if missing, None if neither has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,4 +247,3 @@ class TokenSamples:
     text_from: str
     """A sentence that names the tokenizer, or says why only ids are shown."""
     passes: tuple[str, ...]
-    """Passes with logprobs, the compared pair first."""

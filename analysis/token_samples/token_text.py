@@ -20,14 +20,14 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot produce very long text."""
+"""Maximum piece length, and maximum replacement length, so that an untrusted decoder cannot produce huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map the characters of byte-level BPE to bytes: the inverse of bytes_to_unicode in GPT-2's encoder.py.
+    """Map byte-level BPE characters to bytes: the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable Latin-1 bytes are their own characters; the others are U+0100 and up.
+    Printable Latin-1 bytes are their own characters. The others are U+0100 and up.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -39,8 +39,6 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What a tokenizer's decoder does to single tokens."""
-
     byte_level: bool = False
     """Each character stands for a byte (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
@@ -50,7 +48,7 @@ class Decoding:
     prefix: str | None = None
     """Marks a piece that continues a word (WordPiece)."""
     spaced: bool = False
-    """Every piece is a word of its own, as it is without a decoder."""
+    """Every piece is a separate word, as without a decoder."""
 
     def text(self, piece: str) -> str:
         if self.byte_level:
@@ -65,7 +63,7 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Read the decoder of a tokenizer.json; without one, tokens are joined with spaces.
+    """Read a tokenizer.json's decoder. Without one, tokens are joined with spaces.
 
     Raises KeyError, TypeError, ValueError or AttributeError if the decoder is not a known one.
     """
@@ -84,7 +82,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
 
 
 def of_bytes(content: bytes) -> str:
-    """Decode UTF-8; bytes of incomplete characters become <0xE2>.
+    """Decode UTF-8. Incomplete characters become <0xE2>.
 
     >>> of_bytes(b"a\\xe2\\x82")
     'a<0xE2><0x82>'
@@ -115,9 +113,7 @@ def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of a tokenizer.json: several times that of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum number of characters shown for one token."""
 
 
 class _Added(msgspec.Struct):
@@ -127,7 +123,6 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Ids by piece, or for Unigram, (piece, log-probability) in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -140,7 +135,7 @@ class _Document(msgspec.Struct):
 class Vocabulary:
     pieces: dict[int, str]
     added: dict[int, str]
-    """Text of added tokens by id; it needs no decoding."""
+    """Added tokens by id. Their text needs no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -148,7 +143,6 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary:
-    """Read a tokenizer.json. Raises ValueError if the content is anything else."""
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
@@ -176,7 +170,6 @@ class TokenText:
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; an id missing from the vocabulary is shown in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -208,8 +201,6 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """Read the tokenizer.json. Raises ValueError if it is too large, or if its checksum differs from the recorded
-    one."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
@@ -234,7 +225,7 @@ SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
 """Marks for white space; a newline's mark is followed by the line break."""
 
 MOST_MARKS = 4
-"""Maximum number of combining marks shown in a row; more would overlap other lines."""
+"""Maximum combining marks in a row. More would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
@@ -245,7 +236,7 @@ _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800
 
 
 def visible(text: str) -> str:
-    """Make every character of a token's text visible; line breaks are kept.
+    """Make every character visible, and keep line breaks.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
     odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.
