@@ -1,1 +1,1 @@
-"""Compare the captured distributions of two passes token by token: exactly, or with proven bounds."""
+"""Compare two passes' captured distributions token by token, exactly or with proven bounds."""

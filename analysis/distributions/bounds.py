@@ -49,7 +49,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on the rounding error of float64 sums of size 1 or less."""
+"""Bound on the rounding error in float64 sums of size 1 or less."""
 
 H = Callable[[Array, Array], Array]
 
@@ -72,7 +72,6 @@ class _Box:
 
 
 def kl(p: Array, q: Array) -> Array:
-    """Return the KL term h(p, q), given probabilities."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         x = (p - q) / q
         near = np.abs(x) < 0.1
@@ -83,19 +82,17 @@ def kl(p: Array, q: Array) -> Array:
 
 
 def js(p: Array, q: Array) -> Array:
-    """Return the Jensen-Shannon term h(p, q), given probabilities."""
     mass = p + q
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(mass > 0, mass / 4 * even_entropy(np.where(mass > 0, (p - q) / mass, 0.0)), 0.0)
 
 
 def tv(p: Array, q: Array) -> Array:
-    """Return the total variation term h(p, q), given probabilities."""
     return np.abs(p - q) / 2
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return bounds on every measure if at least one side has only its top K. Measures without a bound are omitted."""
+    """Return bounds on every measure if at least one side has only its top K. Measures without a bound are left out."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -121,7 +118,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that bounds the sum of h; its argument `disjoint` is h(1, 0), or None if that is infinite."""
+    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if that is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM

@@ -1,6 +1,6 @@
 """Compare two passes' captured distributions token by token: the Python part of the macro `pair_distributions`.
 
-Hidden states are multiplied by the head weights of the policy version that scored them.
+Hidden states are multiplied by the head weights from the policy version that scored them.
 
 Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 """
@@ -31,14 +31,14 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Maximum size of a chunk's float64 logits; comparing a chunk takes about fifteen times as much memory."""
+"""Maximum size of a chunk's float64 logits. Comparing a chunk takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where one side's rows are stored, and which head and contract they belong to."""
+    """Where one side's rows are stored, and their head and contract."""
 
     run: str
     group: str
@@ -107,7 +107,7 @@ class DistributionPairs:
             try:
                 return self._compare([column.to_pylist() for column in columns])
             except TimTraceError as error:
-                # Keep only the text, because the error's traceback would keep the connection alive.
+                # Keep only the text, because the traceback would keep the connection alive.
                 self._error = type(error), str(error)
                 raise
 
@@ -201,12 +201,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output head's weights, rounded as in the pass, and the operations after the matrix product."""
+    """An output head's weights, rounded as in the pass, and the operations after the matmul."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Dtype of the projection, as torch names it."""
+    """Projection dtype in torch's notation."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -214,8 +214,8 @@ class Head:
     def logits(self, hidden_CH: Array) -> Array:
         """Return [C, V] logits before temperature.
 
-        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. Only the order of
-        summation may differ from the pass's kernel, which can change the last bit.
+        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. Only the summation
+        order may differ from the pass's kernel, which can change the last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -230,7 +230,7 @@ class Head:
 
 
 class Heads:
-    """A trace's output heads by policy version; the one used last is cached."""
+    """A trace's output heads by policy version. The last one used is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -238,10 +238,8 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head that a contract describes, at a policy version and training attempt.
-
-        Raises WeightsMissing, DamagedTrace.
-        """
+        """Return the head that a contract describes, at a policy version and attempt. Raises WeightsMissing,
+        DamagedTrace."""
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(

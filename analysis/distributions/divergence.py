@@ -1,12 +1,14 @@
-"""Divergences of two fully known distributions, row by row, in float64 and nats.
+"""Divergences between two fully known distributions, row by row, in float64 and nats.
 
 Shapes: C rows, V vocabulary.
 
 Each divergence is a sum over tokens of h(p, q), with h(p, p) = 0, h >= 0, jointly convex and homogeneous of degree 1:
-    KL(a || b)                 p ln(p / q) - p + q         sums to the usual KL, since p and q both add up to 1
-    total variation            |p - q| / 2
-    Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
-                               Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
+
+KL(a || b)                 p ln(p / q) - p + q         sums to the usual KL, since p and q both add up to 1
+total variation            |p - q| / 2
+Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
+                           Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
+
 In this form, nearby distributions lose no precision, and bounds on h give bounds on the sum (see bounds.py).
 """
 
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array; typed as Any, which is how NumPy types the result of most arithmetic."""
+"""A NumPy array. NumPy itself types the result of most arithmetic as Any."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
@@ -44,7 +46,7 @@ class Full:
     """Distributions over a whole vocabulary."""
 
     logits_CV: Array
-    """float64 logits after temperature, up to a constant per row; -inf for tokens of probability 0."""
+    """float64 logits after temperature, up to a constant per row. -inf for tokens with probability 0."""
 
 
 def log_softmax(logits_CV: Array) -> Array:
@@ -58,7 +60,7 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return the KL(p || q) term h per token, +inf where only q is 0. (scipy's kl_div loses digits at small d.)"""
+    """Return the KL(p || q) term h per token, or +inf where only q is 0. (scipy's kl_div loses digits at small d.)"""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -69,7 +71,6 @@ def kl_terms(logp: Array, logq: Array) -> Array:
 
 
 def js_terms(logp: Array, logq: Array) -> Array:
-    """Return the Jensen-Shannon term h per token, given logprobs."""
     with np.errstate(invalid="ignore"):
         # h = (p + q) / 4 * ((1 + r) ln(1 + r) + (1 - r) ln(1 - r)) with r = (p - q) / (p + q).
         r = np.tanh((logp - logq) / 2)
@@ -78,12 +79,11 @@ def js_terms(logp: Array, logq: Array) -> Array:
 
 
 def tv_terms(logp: Array, logq: Array) -> Array:
-    """Return the total variation term h per token, given logprobs."""
     return np.abs(np.exp(logp) - np.exp(logq)) / 2
 
 
 def entropy(logp: Array) -> Array:
-    """Return the entropy [C] of each row of logprobs, in nats."""
+    """Return each row's entropy [C] in nats, given logprobs."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)
@@ -130,8 +130,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return the largest absolute logit difference [C], after centring each row over the tokens with mass on both
-    sides."""
+    """Return the largest absolute logit difference [C], after centring each row over tokens with mass on both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)

@@ -1,6 +1,6 @@
-"""Probability intervals for distributions that are known in full, or as the top K plus the mass of the tail.
+"""Probability intervals for distributions known in full, or as the top K plus the tail's mass.
 
-Shapes: C rows; K listed tokens; M columns: tokens that either side lists, or the whole vocabulary if one side is full.
+Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one side is full.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit, before temperature, whose rounding error the intervals allow for."""
+"""Largest logit before temperature whose rounding error the intervals allow for."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by the logprobs of K tokens and the total mass of the others."""
+    """Distributions known only by K tokens' logprobs and the total mass of all others."""
 
     ids_CK: Array
     logprobs_CK: Array
-    """float64 logprobs of the listed tokens, in nats."""
+    """float64 logprobs of the listed tokens (nats)."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
-    """Temperature that the logits were divided by; a lower one means larger rounding errors."""
+    """Temperature that the logits were divided by. A lower one means larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return the largest possible error of each captured logprob, in nats."""
+        """Return each captured logprob's largest possible error (nats)."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """Return the smallest and largest possible probability of each listed token, [C, K]."""
+        """Return each listed token's smallest and largest possible probability, [C, K]."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
@@ -55,12 +55,12 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """Probability intervals of one side over M columns."""
+    """One side's probability intervals over M columns."""
 
     lo_CM: Array
-    """Smallest possible probability of each listed token; 0 for other columns."""
+    """Smallest possible probability of each listed token. 0 in other columns."""
     hi_CM: Array
-    """Largest possible probability of each listed token; 0 for other columns."""
+    """Largest possible probability of each listed token. 0 in other columns."""
     listed_CM: Array
     """bool: the side lists the token."""
     tail_lo_C: Array
@@ -74,7 +74,7 @@ class PartialDistribution:
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
     """Return both sides on shared columns, and True if tokens without a column may exist.
 
-    A top-K side does not know its vocabulary size; a full side supplies it.
+    A top-K side does not know its vocabulary size, but a full side supplies it.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -107,8 +107,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on shared columns: a's tokens, then b's. A token in both lists uses its column in a's half; its
-    column in b's half is 0 on both sides."""
+    """Put both sides on shared columns: a's tokens, then b's. A token in both lists uses its column in a's half, and
+    its column in b's half is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each token in b's list: its index in a's list, or a column after them."""
+    """Return each of b's tokens' column [C, K]: its index in a's list, or a column after them."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -151,8 +151,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the most probable token id [C], and a [C] bool mask of the rows where a different token may tie with
-    it."""
+    """Return the most probable token id [C], and the rows where a different token may tie with it, [C] bool."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]
@@ -162,7 +161,7 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] lower and upper bounds on the entropy, in nats."""
+    """Return [C] lower and upper bounds on the entropy (nats)."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact

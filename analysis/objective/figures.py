@@ -1,6 +1,6 @@
-"""Formulas of an objective's figures.
+"""Formulas for an objective's figures. Their input is totals over sequences: numbers, or one element per update or
+resample.
 
-The input of a formula is a set of totals over sequences: numbers, or arrays with one element per update or resample.
 Shapes: N sequences.
 """
 
@@ -28,14 +28,14 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Required data (MISMATCH, DRIFT, ADVANTAGE; see pass_roles), and CLIP if the loss must clip."""
+    """Required data (MISMATCH, DRIFT, ADVANTAGE, see pass_roles), and CLIP if the loss must clip."""
     of_correction: bool = False
-    """True if the figure is defined only for a loss with a correction."""
+    """True if the figure needs a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Range of possible values; intervals are clipped to it."""
+    """Possible values. Intervals are clipped to this range."""
     in_tails: float | None = None
-    """Measured coverage of the 95% interval in runs where a few tokens dominate; None if at least 90%. See
-    benchmarks/coverage.py and docs/evidence/intervals.md."""
+    """Measured coverage of the 95% interval in runs dominated by a few tokens, if below 90%. See benchmarks/coverage.py
+    and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
@@ -67,7 +67,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the covariance; the totals must be centred near the means, to avoid cancellation."""
+    """Return the covariance. To avoid cancellation, totals must be centred near the means."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -101,7 +101,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
     "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the size of the objective's terms, which relative figures are divided by", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: minus the policy "
-    "part of the loss; for cispo and vespo, f is the weight on grad log p"),
+    "part of the loss. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
@@ -144,7 +144,7 @@ FIGURES: Mapping[str, FigureFormula] = {
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that are defined for the loss and can be computed from the recorded data."""
+    """Return the figures that the loss defines and the recorded data allow."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -155,7 +155,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """Return the [N] columns that the formulas need as totals, over the run or over each group in `place_N`.
 
-    Squares and products are centred on each group's median of sequence means, to avoid cancellation in the totals.
+    Squares and products are centred on the group's median sequence mean, to avoid cancellation.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -182,7 +182,7 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Evaluate the figures for each element of the totals; NaN where the divisor is 0."""
+    """Evaluate the figures for each element of the totals. NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -1,4 +1,4 @@
-"""The terms of a loss, and their sums per sequence. A term is a token or sequence with a ratio of its own.
+"""Loss terms and their sums per sequence. A term is a token or sequence with its own ratio.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -18,18 +18,18 @@ SIDES = ("positive", "negative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes, per token; 0 for tokens that are masked or lack a finite logprob."""
+    """Log-ratios between passes, per token. 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
-    """train - rollout, in nats."""
+    """train - rollout (nats)."""
     drift_T: Array
-    """current - train, in nats."""
+    """current - train (nats)."""
     advantage_T: Array
     """0 if not recorded."""
     counts_T: np.ndarray | None
-    """bool: the token is unmasked and has a finite logprob in every pass; None if true for all tokens."""
+    """bool: the token is unmasked and has a finite logprob in every pass. None if true everywhere."""
     known_T: np.ndarray | None
-    """bool: `counts_T`, and the token has an advantage; None if true for all tokens."""
+    """bool: `counts_T`, and the token has an advantage. None if true everywhere."""
     num_N: Array
     """Number of tokens in `counts_T`."""
     known_N: Array
@@ -37,7 +37,7 @@ class Differences:
     advantage_N: Array
     """Mean over the sequence's tokens."""
     has_one: bool
-    """True if each sequence has a single advantage for all of its tokens."""
+    """True if each sequence has a single advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -47,26 +47,24 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """The terms of a loss, as [K] arrays."""
-
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """`ratio_used`, multiplied by the correction weight if the loss is vespo."""
+    """`ratio_used`, times the correction weight in vespo."""
     weight: Array | float
-    """Correction weight; 1 for vespo, where `ratio_applied` includes it."""
+    """Correction weight. 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens in each term."""
+    """Number of tokens per term."""
     sign_N: Array | None
-    """Sign of the advantage, if all terms of a sequence have the same advantage; otherwise None."""
+    """Sign of the advantage, if it is the same for all terms in a sequence."""
     known_N: Array
     """Number of terms with an advantage."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Sum the terms of each sequence; return [N] arrays by name."""
+        """Sum each sequence's terms. Returns [N] arrays by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
@@ -155,7 +153,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Multiply the ratios of a sequence's tokens, and their weights; the log of a product is clamped to +-20 nats."""
+    """Multiply a sequence's token ratios, and its weights. The log of a product is clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -182,7 +180,7 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout, and the ratio in the loss, from ln rho* and drift = current - train."""
+    """Return rho* = current / rollout and the loss's ratio, given ln rho* and drift = current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

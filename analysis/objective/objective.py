@@ -31,26 +31,24 @@ def objective(
 ) -> Objective:  # fmt: skip
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    With d = train - rollout and drift = current - train (logprobs of a token, in nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). The ratio in the loss, rho_used, is
-    current / train = exp(drift), current / rollout = rho* or current / current = 1, depending on the loss. The bias of
-    a token, or of a sequence if the loss takes one ratio per sequence, is b = w f(rho_used) - f(rho*), after arXiv
-    2605.14220, which defines b = f(rho* exp(-d)) - f(rho*). f is one term of the loss, including the advantage; w is
-    the loss's correction weight, or 1 without a correction (in vespo, w multiplies rho_used). Exponents are clamped to
-    +-20 nats. For a sequence-level ratio, the advantage is the mean over the sequence's tokens.
+    With d = train - rollout and drift = current - train (a token's logprobs, in nats), the correct importance ratio is
+    rho* = current / rollout = exp(d + drift). Depending on the loss, its own ratio rho_used is current / train =
+    exp(drift), current / rollout = rho*, or current / current = 1. A token's bias, or a sequence's if the loss takes
+    one ratio per sequence, is b = w f(rho_used) - f(rho*), after arXiv 2605.14220 (b = f(rho* exp(-d)) - f(rho*)). f is
+    one loss term, including the advantage. w is the loss's correction weight, or 1 without a correction (in vespo, it
+    multiplies rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage over the
+    sequence's tokens.
 
-    The loss is read from the trace. `loss` overrides the recorded loss with a kind (ppo_clip, reinforce, gspo, rloo,
-    cispo, sapo, vespo), fields of the loss, or both, as in `gspo,clip_high=0.01`. Within an update (one inner iteration
-    of a step), sums use the token weights of the loss; figures of the run are means over updates. Masked rows and
-    tokens without a logprob add nothing to the sums but are included in the loss's divisors. The KL term is left out.
-    `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap).
+    The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
+    vespo), with fields of Loss, or both, as in `gspo,clip_high=0.01`. Within an update (one inner iteration in a step),
+    sums use the loss's token weights. Run figures are means over updates. Masked rows and tokens without a logprob add
+    nothing to the sums, but count in the loss's divisors. The KL term is left out.
 
-    `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) whose actors share the
-    work.
+    `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap). `ray`
+    is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) whose actors share the work.
 
-    Questions that cannot be answered because data are missing (no advantages, no `current` pass, no trainer or no
-    engine, an unknown loss) are listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or
-    DamagedTrace.
+    Questions that missing data leave open (no advantages, no `current` pass, no trainer or engine, an unknown loss) are
+    listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -87,7 +85,7 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """Return the figures of a run, with intervals over groups, from the columns of `totals_of`.
+    """Return a run's figures with intervals over groups, from the columns of `totals_of`.
 
     Resampling keeps the recorded number of updates, and the token weights within each update.
     """

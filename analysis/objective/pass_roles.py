@@ -32,8 +32,8 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that figures require. MISMATCH: logprobs of the engine, and of the trainer at the sampling weights; DRIFT:
-logprobs of the trainer and of the current policy in the loss; ADVANTAGE: advantages."""
+"""Data that figures require. MISMATCH: logprobs from the engine, and from the trainer at the sampling weights. DRIFT:
+logprobs from the trainer, and from the current policy in the loss. ADVANTAGE: advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,18 @@ class PassRoles:
     train: str
     rollout: str
     current: str
-    """Pass of the current policy in the loss; `train` if no such pass was recorded."""
+    """The loss's current policy, or `train` if no such pass was recorded."""
     loss: Loss
     known: frozenset[str]
     """Which of MISMATCH, DRIFT and ADVANTAGE the trace has data for."""
     notes: tuple[Statement, ...]
-    """Caveats, as codes of sentences.NOTES."""
+    """Caveats, as codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """Questions that cannot be answered, as codes of sentences.CANNOT."""
+    """Open questions, as codes in sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose the passes to read, with substitutes for missing ones; None without logprobs of `train` or `current`."""
+    """Choose the passes to read, with substitutes for missing passes. None without `train` or `current` logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -86,7 +86,7 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles whose passes must be read; a role that reuses another role's pass is omitted."""
+    """Return the roles whose passes must be read, leaving out roles that reuse another pass."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
@@ -94,8 +94,8 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
     """Yield a row for every sequence and inner iteration that went through the loss in `steps`, even without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if
-    the response has tokens and every pass has one logprob per token.
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if the
+    response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -128,15 +128,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Fields of Loss for each kind, used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
-2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
+"""Default fields of Loss for each kind. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
+recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and where its settings come from, as codes of sentences.loss_basis.
+    """Return the loss, and where its settings come from, as codes in sentences.loss_basis.
 
-    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`; all other fields keep
-    their recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
+    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
+    recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()

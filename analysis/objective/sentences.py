@@ -45,14 +45,14 @@ _WAYS = {
 }
 
 CANNOT: Mapping[str, str] = {
-    "no_trainer_logprobs": "any question, because the trace has no logprobs of 'train' or 'current', from which the loss's ratio is computed; "
+    "no_trainer_logprobs": "any question, because the trace has no logprobs of 'train' or 'current', which the loss's ratio needs; "
     "record them with Recorder.add_scores",
     "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the 'rollout' pass",
     "no_train": "which part of the ratio is mismatch and which is policy drift; record the 'train' pass",
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Questions that cannot be answered, with the reason or the data to record."""
+"""Open questions, with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
@@ -75,7 +75,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return where the loss settings come from, as sentences by code."""
+    """Return sentences about where the loss settings come from, by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",

@@ -1,6 +1,6 @@
-"""Sums over the tokens of each sequence, from one pass over the trace.
+"""Sums over each sequence's tokens, from one pass over the trace.
 
-Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), C columns.
+Shapes: R rows (sequence and inner iteration), N of them comparable, U updates (step and inner iteration), C columns.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Sums over the unmasked tokens of a sequence whose logprobs are finite in every pass.
+"""Sums over a sequence's unmasked tokens with finite logprobs in every pass.
 
-num_nan, num_inf: number of unmasked tokens with a NaN, or an infinite, logprob; d = train - rollout and
-drift = current - train, in nats; spread: sums of squares and products around the means; num_bad: number of tokens with
-A < 0 and p(rollout) - p(current) >= 0.5; num_bad_mismatch: the same with p(train) instead of p(current); advantage: the
-mean.
+num_nan, num_inf: unmasked tokens with a NaN or infinite logprob. d = train - rollout and drift = current - train
+(nats). spread: sums of squares and products around the means. num_bad: tokens with A < 0 and p(rollout) - p(current) >=
+0.5. num_bad_mismatch: the same with p(train) instead of p(current). advantage: the mean.
 """
 
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms, by the sign of the advantage; sizes and biases are multiplied by the number of tokens in the term.
+"""Sums over terms by the advantage's sign. Sizes and biases are multiplied by the term's number of tokens.
 
-size: |f(rho*)|; used: w f(rho_used), w the loss's correction weight; plain: f(rho_used) - f(rho*);
-applied: w f(rho_used) - f(rho*); unclipped: A (w rho_used - rho*);
-clipped: number of terms clipped under rho*; to_clipped: only under rho_used; to_free: only under rho*."""
+size: |f(rho*)|. used: w f(rho_used), with w the loss's correction weight. plain: f(rho_used) - f(rho*). applied: w
+f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped: terms clipped under rho*. to_clipped: only under
+rho_used. to_free: only under rho*.
+"""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
 """terms_known is the number of terms with an advantage."""
@@ -116,7 +116,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of trainer, engine and current policy; the trainer's are used for a missing pass."""
+    """Return trainer, engine and current logprobs. The trainer's replace a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -131,16 +131,16 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays in a fixed order, one element per comparable row."""
+    """[N] sums in a fixed order, one element per comparable row."""
 
     unit_N: np.ndarray
-    """Hash of the row's group (group_id and step), or of its sequence if it has no group."""
+    """Hash of the row's group (group_id and step), or of its sequence without a group."""
     updates: list[tuple[int, int]]
     """(step, inner iteration) of each update."""
     update_N: np.ndarray
     """Index of the row's update in `updates`."""
     share_N: Array
-    """Factor by which the loss multiplies each token's term within its update."""
+    """Factor that the loss applies to each token's term within its update."""
     num_rows_U: np.ndarray
     """Number of sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
@@ -234,14 +234,13 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, as [R] arrays; they determine the loss's divisors."""
+    """All rows that went through the loss, as [R] arrays. They determine the loss's divisors."""
 
     update_R: np.ndarray
     """Index of the row's update."""
     num_tokens_R: np.ndarray
     """Number of unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
-    """0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
@@ -249,10 +248,11 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor by which the loss multiplies each token's term, [R].
+    """Return the factor that the loss applies to each token's term, [R].
 
-    With aggregation `sequence`, it is the factor of the sequence's single term. An update whose micro-batches were not
-    recorded is treated as one batch."""
+    With aggregation `sequence`, it is the factor for the sequence's single term. An update without recorded micro-
+    batches is treated as one batch.
+    """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
         tokens_U = np.bincount(update_R, rows.num_tokens_R)
@@ -269,12 +269,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return a [U] bool mask of the updates in which every row's micro-batch was recorded."""
+    """Return the updates in which every row's micro-batch was recorded, [U] bool."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the number of tokens in the row's micro-batch, times the number of micro-batches in its update, [R]."""
+    """Return the tokens in the row's micro-batch times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -1,4 +1,4 @@
-"""Judge the figures of an objective. The verdict is a list of codes with numbers."""
+"""Judge an objective's figures. The verdict is a list of codes with numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Estimate:
     value: float | None
     """None if the divisor is 0."""
     low: float | None
-    """Interval over groups; both ends are None if `no_interval` is set."""
+    """Interval over groups. Both ends are None if `no_interval` is set."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None if there is one."""
+    """Why there is no interval, if there is none."""
     meaning: str
 
 
@@ -37,49 +37,49 @@ class Objective(Result):
     """Steps to analyse, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss settings come from, as codes of sentences.loss_basis."""
+    """Where the loss settings come from, as codes in sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """Passes that serve as the trainer (at the sampling weights), the engine, and the current policy in the loss."""
+    """Passes that serve as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
-    """Number of updates (one per step and inner iteration); each has a row in `steps`."""
+    """Number of updates (one per step and inner iteration). Each has a row in `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration; means divide by it."""
+    """Number of sequences that went through the loss, counted once per inner iteration. Means divide by it."""
     num_sequences: int
-    """Number of sequences that have an unmasked token with a finite logprob in every pass."""
+    """Number of sequences with an unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Number of tokens with a NaN logprob in any pass; all figures exclude them."""
+    """Number of tokens with a NaN logprob in any pass, left out everywhere."""
     num_inf: int
-    """Number of tokens with an infinite logprob in any pass; all figures exclude them."""
+    """Number of tokens with an infinite logprob in any pass, left out everywhere."""
     num_groups: int
-    """Number of groups; intervals are computed by resampling groups."""
+    """Number of groups. Intervals resample groups."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Direction, size and location of the bias, as codes of sentences.VERDICT."""
+    """Direction, size and location of the bias, as codes in sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
-    """Caveats, as codes of sentences.NOTES."""
+    """Caveats, as codes in sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """Questions that cannot be answered, as codes of sentences.CANNOT."""
+    """Open questions, as codes in sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """By name; see figures.FIGURES."""
+    """Figures by name (see figures.FIGURES)."""
     steps: Rows
     """One row per update: step, iteration and the figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Direction, size and location of the bias, in sentences."""
+        """The bias's direction, size and location, in sentences."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Caveats on the figures, in sentences."""
+        """Caveats, in sentences."""
         return sentences(self.note_codes, NOTES)
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Questions that cannot be answered, and what to record, in sentences."""
+        """Open questions and what to record, in sentences."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
@@ -88,18 +88,18 @@ class Objective(Result):
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return the value of a figure; None if the figure is missing or undefined."""
+        """Return a figure's value, or None if it is missing or undefined."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. A convention of
-tim-trace: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
+"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. This is tim-trace's
+convention: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
-    """Return direction, size and location of the bias, as codes of sentences.VERDICT."""
+    """Return the bias's direction, size and location, as codes in sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")
@@ -123,7 +123,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
+    """Return the bias's sign and size if its interval excludes 0, otherwise the size of the noise.
 
     Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
     opposite sign.
@@ -140,7 +140,7 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the clip changes the sign of the bias."""
+    """Return True if the clip changes the bias's sign."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
@@ -213,7 +213,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the result for a trace without logprobs of `train` or `current`."""
+    """Return the result for a trace without `train` or `current` logprobs."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

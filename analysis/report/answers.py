@@ -1,4 +1,4 @@
-"""Answer the five questions of a report about one run."""
+"""Answer a report's five questions about one run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown` if the trace cannot answer the question. Otherwise, by question: validity: `valid`, or the first fault;
-    factor: the first finding, or `replay`; size and objective: a key of the tables above, or `in_ratio`; fall: `none`,
-    `unseen`, `not_finite`, `unknown_cause`, or the cause."""
+    """`unknown` if the trace cannot answer the question.
+
+    Otherwise, by question: validity: `valid`, or the first fault. factor: the first finding, or `replay`. size and
+    objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`, or the
+    cause.
+    """
     severity: str
     """GOOD, NOTICE, BAD or OPEN."""
     short: str
     figure: str = ""
-    """The key number, with its unit; empty if there is none."""
+    """The key number with its unit, if there is one."""
     basis: str = ""
     """What the answer is based on: a token count, an interval or a probability."""
     detail: str
@@ -160,7 +163,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code of the net bias if the sign of the bias is certain, otherwise that of the noise."""
+    """Return the code for the net bias if its sign is certain, otherwise for the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -232,7 +235,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""For each code: the question, the function that answers it, and the command that shows the details."""
+"""Code -> question, function that answers it, and command that shows the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

@@ -1,6 +1,6 @@
-"""Chart data, shared by the HTML page, paper figures and CSV files.
+"""Chart data for the HTML page, paper figures and CSV files.
 
-Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
+Shapes: n points per line, B bins. A heatmap has X columns and Y rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's palette, distinguishable with any colour blindness, with the yellow darkened to be visible on
-white."""
+"""Okabe and Ito's colour-blind-safe palette. Its yellow is darkened to be visible on white."""
 
 MARK = "#D55E00"
-"""Colour of change marks, and of the envelope over a density."""
 
 BAND = "#009E73"
-"""Colour of published ranges."""
 
 _FEW = 40
-"""A line with at most this many points has a dot at each of them."""
+"""A line with at most this many points gets a dot at each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +30,14 @@ class Line:
     name: str
     x: Array
     y: Array
-    """[n] float64; NaN where missing."""
+    """[n] float64. NaN where missing."""
     is_side: bool = False
     """Secondary lines are thin and dashed."""
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots. In a long line, only points without neighbours, which no line segment
-        reaches."""
+        """[n] bool: points drawn as dots. In a long line, only points without neighbours, because no line segment
+        reaches them."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -52,7 +49,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`; both equal `x` if the step is exact."""
+    """`low` to `high` is the confidence interval of `x`. Both equal `x` if the step is exact."""
     text: str
 
 
@@ -66,20 +63,20 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
-    """Unique name of the chart's file and of its element in the page."""
+    """Unique name for the chart's file and its element in the page."""
     title: str
     unit: str
-    """Unit of the values; empty if dimensionless."""
+    """Unit of the values. Empty if dimensionless."""
     note: str
-    """What the chart shows and how to read it, for a reader new to the term."""
+    """What the chart shows and how to read it, for newcomers."""
     sql: str
     """SQL query that returns the chart's values, or a command that prints them."""
     remark: str = ""
-    """Remark shown next to the chart, for example about omitted data."""
+    """Remark shown next to the chart, for example about left-out data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if the chart has only a remark and nothing to draw."""
+        """True if the chart has only a remark."""
         return False
 
 
@@ -100,11 +97,11 @@ class Heatmap(Chart):
     x_label: str
     y_label: str
     x_edges: Array
-    """Edges of the columns, [X + 1]."""
+    """Column edges, [X + 1]."""
     y_edges: Array
-    """Edges of the rows, [Y + 1]."""
+    """Row edges, [Y + 1]."""
     counts: Array
-    """Number of tokens in each cell, [Y, X]."""
+    """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count values beyond the y axis."""

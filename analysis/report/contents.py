@@ -1,4 +1,4 @@
-"""The content of a report: first screen, charts, and provenance."""
+"""A report's content: first screen, charts, and provenance."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability of a suspect for the report to suggest a rerun that tests it."""
+"""Minimum probability of a suspect for suggesting a rerun that tests it."""
 _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     headline: str
-    """The verdict in one sentence, which is the first line that `diagnose` prints."""
+    """The verdict in one sentence: the first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
     """Suggested commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """Data missing from the trace, and questions left open."""
+    """Data missing from the trace, and open questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Field:
     name: str
     """Path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """Value in each pass; empty if the pass's contract lacks the field."""
+    """Value in each pass. Empty if the pass's contract lacks the field."""
     differs: bool
 
 
@@ -59,23 +59,23 @@ class Field:
 class Provenance:
     facts: tuple[tuple[str, str], ...]
     passes: tuple[str, ...]
-    """Column names of `fields`: the passes, numbered if a pass has several contracts."""
+    """Column names for `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """First digits of the SHA-256 of the contract in each column."""
+    """First digits of each column's contract SHA-256."""
     fields: tuple[Field, ...]
-    """Fields that differ between passes first, then the others; both sorted by name."""
+    """Fields that differ between passes first, then the others, both sorted by name."""
     settings: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """The full analysis of a run. Printing a report prints the verdict; a notebook shows the HTML page."""
+    """A run's full analysis. Printing it prints the verdict, and a notebook shows the HTML page."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The first run is analysed; the others are only drawn for comparison."""
+    """The first run is analysed. The others are only drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
@@ -93,7 +93,7 @@ class Report(Result):
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, which keeps its style and script apart from the notebook's."""
+        """Return the page in an iframe, so that its style and script stay apart from the notebook's."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
@@ -130,7 +130,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice: how to fix the comparison, confirm the cause of a collapse, and settle open questions."""
+    """List advice: fix the comparison, confirm the cause of a collapse, and settle open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -191,7 +191,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes. Replays are left out, since their names say what they change."""
+    """Compare the recorded passes' contracts. Replays are left out, because their names say what they change."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

@@ -15,7 +15,7 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that neither drop tokens nor lower weights, so that there is nothing to draw."""
+"""Corrections with nothing to draw, because they neither drop tokens nor lower weights."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",

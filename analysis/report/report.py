@@ -39,9 +39,9 @@ def report(
 ) -> Report:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first trace; its charts show the other traces for comparison. For `pair` a:b,
+    The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b,
     d = logprob(a) - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute).
-    `steps` (3:80, -10:, 2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot
+    `steps` (3:80, -10:, 2:200:2) selects steps in every trace. The verdict lists the questions that the trace cannot
     answer. `output` is the HTML file to write; an existing file is replaced only with `force`. A notebook displays the
     page; printing the report prints the verdict.
 

@@ -1,4 +1,4 @@
-"""Charts of a run by step, one per series, all with the same step axis."""
+"""Charts of a run by step, one per series, with a shared step axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .subject import Subject
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
 _MOST_STEPS = 12
-"""Maximum number of steps listed in a remark; any others are only counted."""
+"""Maximum number of steps listed in a remark. The others are only counted."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
@@ -82,7 +82,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return the mismatch if each replay replaces pass a. On a logarithmic axis, 0 becomes NaN."""
+    """Return the mismatch with each replay in pass a's place. On a logarithmic axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -168,7 +168,7 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""Terms by name of the series, in the order shown."""
+"""Terms by series, in display order."""
 
 EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
 
@@ -194,4 +194,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from a single run, in which the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Hover notes, by the word they explain."""
+"""Hover notes by word."""

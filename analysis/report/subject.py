@@ -36,23 +36,22 @@ from ..views import open_database
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Progress units per run."""
 WHOLE = 30_000_000
 """Maximum number of tokens in a run that is read in full."""
 MOST_TOKENS = 5_000_000
-"""Number of tokens to read from a larger run; a single large step may exceed this."""
+"""Number of tokens to read from a larger run. A single large step may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Results of every analysis of one run. A result that could not be computed is None; `unanswered` says why."""
+    """Results of every analysis of one run. A result that could not be computed is None, and `unanswered` says why."""
 
     trace: str
-    """Path of the trace as the caller gave it, for suggested commands."""
+    """The trace's path as given, for suggested commands."""
     asked_steps: str
-    """Selection of steps, as the caller gave it."""
+    """The selected steps as given."""
     condition: str
-    """SQL condition that selects these steps; empty for all steps."""
+    """SQL condition that selects these steps. Empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -65,13 +64,13 @@ class Subject:
     part: str
     """Which steps the objective and the corrections cover, as text."""
     arms: Mapping[str, tuple[Series, ...]]
-    """Mismatch by step between each replay and pass b, keyed by replay."""
+    """Mismatch by step between each replay and pass b."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]
     evaluation: Series | None
-    """The logged evaluation that `attribute` used as the outcome; None if it used the reward, or had no outcome."""
+    """The logged evaluation that `attribute` used as the outcome. None if it used the reward or had no outcome."""
     unanswered: Mapping[str, str]
     """Why an analysis has no result, by analysis."""
 
@@ -155,8 +154,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens; also return the text of
-    `steps_read`."""
+    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens, and return the text for `steps_read`."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -174,5 +172,5 @@ def steps_read(num_read: int, num_steps: int) -> str:
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to the range 10 to 200."""
+    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

@@ -1,4 +1,4 @@
-"""Check output paths before anything is written, and explain write errors."""
+"""Check output paths before writing anything, and explain write errors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of an output file.
+    """Return an output file's absolute path.
 
-    Raises StorageError for a URL, and for a parent folder that does not exist, because a typo must not create folders.
+    Raises StorageError for a URL or a missing parent folder, because a typo must not create folders.
     """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
@@ -39,7 +39,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError in the `with` block into a StorageError."""
+    """Turn an OSError inside the context into a StorageError."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Estimators, intervals, change points, correlations and the terms of the loss."""
+"""Estimators, intervals, change points, correlations and loss terms."""

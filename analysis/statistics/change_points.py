@@ -1,4 +1,4 @@
-"""Find the division of a series into straight segments that has the least cost, exactly.
+"""Split a series into straight segments with the least cost, exactly.
 
 ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
 
@@ -16,8 +16,8 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise of known variance; it stays below 0.01 if the variance is
-estimated."""
+"""Probability of a false change point in pure noise with known variance. If the variance is estimated, it stays below
+0.01."""
 
 _ROUNDS = 4
 
@@ -30,15 +30,15 @@ def shortest(n: int) -> int:
 def tail(gain: float, n: int) -> float:
     """Bound the probability that some cut reduces the sum of squares of pure noise by `gain` long-run variances.
 
-    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum, over all positions, of chi-square statistics with 2
-    degrees of freedom; the factor comes from simulations of white noise with 20 to 1,000 steps.
+    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
+    all positions. The factor comes from simulated white noise with 20 to 1,000 steps.
     """
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a significant cut, in units of the long-run variance; at least 3 ln n."""
+    """Return a significant cut's minimum gain in units of the long-run variance, at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -46,7 +46,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to segments of a series, computed from running sums."""
+    """Residual sums of squares for lines fitted to segments of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -56,7 +56,7 @@ class StretchSquares:
         self._sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, t * centred, centred * centred)]
 
     def squares(self, start: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
-        """Return the residual sums of squares of the segments [start, end), each of at least two values."""
+        """Return the residual sums of squares for the segments [start, end), each with at least two values."""
         length = np.asarray(end - start, float)
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
@@ -65,11 +65,11 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return the start index of every segment except the first, and the long-run variance.
+    """Return every segment's start index except the first, and the long-run variance.
 
     The variance is estimated after the best single cut, then again after all cuts found with that estimate, until the
-    cuts no longer change. In a series without a change, cutting makes the estimate too small, which the factor
-    1.5 + 70 / n corrects.
+    cuts no longer change. In a series without a change, cutting makes the estimate too small. The factor 1.5 + 70 / n
+    corrects this.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -78,7 +78,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Differences of neighbouring values bound the noise from below for any number of cuts.
+    # Neighbouring differences bound the noise from below for any number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole
@@ -103,7 +103,7 @@ def _best_single(lines: StretchSquares, least: int) -> int:
 
 
 def _cheapest(lines: StretchSquares, variance: float, least: int) -> list[int]:
-    """Minimise squares / variance + penalty * cuts, by dynamic programming over the last cut."""
+    """Minimise squares / variance + penalty * cuts by dynamic programming over the last cut."""
     n, price = lines.n, penalty(lines.n)
     cost = np.full(n + 1, np.inf)
     cost[0] = -price

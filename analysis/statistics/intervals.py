@@ -1,7 +1,7 @@
-"""Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
+"""Confidence intervals over groups, because sequences with the same prompt and tokens in a sequence are correlated.
 
-A group is the sequences of one step that share a `group_id`, or a single sequence without one. benchmarks/coverage.py
-measures the coverage of the intervals; docs/evidence/intervals.md has the results.
+A group is the sequences in a step that share a `group_id`, or a single sequence that has none. benchmarks/coverage.py
+measures the coverage, with results in docs/evidence/intervals.md.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
 """
@@ -19,18 +19,18 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""Maps totals of columns to a value, or to one value per resample."""
+"""Maps column totals to a value, or to one value per resample."""
 
 SEED = 20_260_000
 """Fixed, so that the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Fewer groups give no interval: a 95% Student's t interval would cover the true value in only 80% to 90% of runs if
-prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
+"""With fewer groups, there is no interval. A 95% Student's t interval would contain the true value in only 80% to 90%
+of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum number of resampled units. If there are more groups, they are merged into this many units, which leaves the
-variance of sums unchanged."""
+"""Maximum number of resampled units. More groups are merged into this many units, which leaves the variance of sums
+unchanged."""
 
 PARTS = 20
 """Maximum number of jackknife parts, each made of whole groups."""
@@ -40,17 +40,17 @@ _RESAMPLES = (1_000, 20_000)
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step of finite differences."""
+"""Relative step for finite differences."""
 
 _NOISE = 1e-9
 """A standard error below this, relative to its terms, is only rounding error, so all groups must be identical."""
 
 _NO_SPREAD = 1e-6
-"""If a resample's standard error is below this, relative to the run's, all groups in the resample are identical."""
+"""If a resample's standard error is below this, relative to the run's, all of its groups are identical."""
 
 
 _BLOCK = 1 << 15
-"""Number of influences processed at once, so that they fit in a core's cache."""
+"""Number of influences to process at once, so that they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
@@ -69,7 +69,7 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group: step and group_id, or the sequence itself if it has no group_id."""
+    """Return SQL for a sequence's group: step and group_id, or the sequence itself without a group_id."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -78,16 +78,16 @@ def bootstrap(
     statistics: Mapping[str, Statistic], columns: Mapping[str, Array], unit_N: np.ndarray, confidence: float, *,
     constants: Mapping[str, float] | None = None, open_ended: bool = False,
 ) -> dict[str, Interval | NoInterval]:  # fmt: skip
-    """Return intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
+    """Return intervals for statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
 
-    Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard
-    error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982). The bounds are
-    value - t * standard error at two quantiles of t. Few groups underestimate the variance, so the interval is wider
-    than the textbook's in two ways: the quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know About
-    the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
+    Whole groups are drawn with replacement. In each resample, t = (resampled value - value) / (resampled standard
+    error), using the linearised statistic's standard error (infinitesimal jackknife, Efron 1982). The bounds are value
+    - t * standard error at two quantiles of t. Few groups underestimate the variance, so the interval is wider than the
+    textbook's in two ways. The quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know About the
+    Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
     freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. Bounds may be infinite only if `open_ended`; otherwise the result is
+    `constants` are added to the totals unchanged. Bounds may be infinite only if `open_ended`. Otherwise the result is
     CARRIED.
     """
     units_N, num_groups = _units(unit_N)
@@ -103,7 +103,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval for the largest value; its upper bound is the largest value itself.
+    """Return an interval for the largest value. Its upper bound is the largest value itself.
 
     Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """
@@ -119,7 +119,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Deal whole groups at random to at most PARTS parts; return the part of each element, [N]."""
+    """Deal whole groups at random to at most PARTS parts. Return each element's part, [N]."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -128,10 +128,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its values with each of P parts left out.
+    """Return a smooth statistic's interval from its values with each of P parts left out.
 
     Each part consists of whole groups. Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent.
-    The result is FEW for fewer than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value,
+    The result is FEW with fewer than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value,
     as with a maximum.
     """
     num_parts = len(without_P)
@@ -174,7 +174,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number groups by first occurrence; return the number of each element's group, [N], and the number of groups."""
+    """Number groups by first occurrence. Return each element's group number, [N], and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -264,7 +264,7 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return standard errors of the linearised statistic, [R]; `counts_RG` is as returned by `_draws`."""
+        """Return the linearised statistic's standard errors, [R]. `counts_RG` is as returned by `_draws`."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -303,7 +303,7 @@ def _draws(number: int, num_resamples: int) -> Array:
 
 
 def _expanded(student: float, number: int) -> float:
-    """Return the level of the lower quantile: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
+    """Return the lower quantile's level: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
     from scipy.special import ndtr
 
     return float(ndtr(-math.sqrt(number / (number - 1)) * student))

@@ -2,7 +2,7 @@
 
 The change is a jump, or the onset of a ramp, an exponential approach or a decline.
 
-Shapes: n values of a segment with one change, P candidate positions, E candidate ends of a decline.
+Shapes: n values in a segment with one change, P candidate positions, E candidate ends of a decline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""Forms of a change: a jump at a constant slope, a jump with a change of slope, and an exponential approach, as when a
+"""Forms of a change: a jump at a constant slope, a jump with a slope change, and an exponential approach, as when a
 policy collapses."""
 
 _DECAYS = (0.03, 0.1, 0.3)
@@ -26,8 +26,8 @@ _DECAYS = (0.03, 0.1, 0.3)
 
 REACH = 7.35
 """A position is in the 95% interval if its cost exceeds the minimum by at most this, in units of the long-run variance.
-This value solves (1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970).
-For the onset of a ramp of known form and variance, 3.84 would suffice."""
+It solves (1 - exp(-x / 2))^2 = 0.95, the limit law for a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For
+the onset of a ramp with known form and variance, 3.84 would suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +37,20 @@ class Located:
     low: int
     high: int
     kind: str
-    """SHIFT or RAMP."""
     before: float
     """Fitted value just before the change."""
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares if slope and level may change, in units of the long-run variance."""
+    """Sum of squares saved by changing slope and level, in units of the long-run variance."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change in a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an
+    A jump with a constant slope, or a slope change without a jump, costs one parameter. Both together, or an
     exponential approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers
-    all forms that fit about as well as the best one: in noise, a ramp that began earlier may look like a jump.
+    all forms that fit almost as well as the best: in noise, a ramp that began earlier may look like a jump.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
@@ -81,7 +80,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return which share of an exponential approach is completed at each index, given the index at which it begins."""
+    """Return how much of an exponential approach is completed at each index, given its start."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
@@ -110,10 +109,11 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high): the first index of a decline between two given levels, and its 90% interval.
+    """Return (low, index, high): where a decline between two given levels begins, and its 90% interval.
 
     The index minimises the sum of squares. The interval contains all indices whose sum of squares is within the F
-    quantile with 1 and N - 3 degrees of freedom."""
+    quantile with 1 and N - 3 degrees of freedom.
+    """
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -125,7 +125,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval of the first index of a decline, for fitted levels and autocorrelated noise.
+    """Return the 95% interval for the start of a decline, with fitted levels and autocorrelated noise.
 
     `deviation` is a lower bound on the noise (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
     """
@@ -147,6 +147,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return which share of a decline that begins at `start` is completed, for each candidate end, [E, N]."""
+    """Return how much of a decline that begins at `start` is completed, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -1,9 +1,9 @@
-"""Terms of the policy loss: what a ratio and an advantage add to the objective, clipping, and corrections.
+"""Policy loss terms: what a ratio and an advantage add to the objective, clipping, and corrections.
 
 sql/loss.sql implements the same rules as SQL macros, and replay/gradients implements the loss in torch.
 
-Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss has one ratio per sequence.
-Functions without stated shapes take arrays of the same shape.
+Shapes: T tokens in N sequences, concatenated, and K terms: tokens, or sequences if the loss has one ratio per sequence.
+Functions without stated shapes take arrays with equal shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAFETY_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Where a loss clips the ratio, by the sign of the advantage; infinite where it does not.
+    """Where a loss clips the ratio, by the advantage's sign. Infinite where it does not.
 
     With a positive advantage, the ratio has no lower bound.
     """
@@ -84,7 +84,8 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln of the loss's ratio, current / denominator, from ln(current / rollout) and ln(current / train)."""
+    """Return ln(current / denominator), the log of the loss's ratio, given ln(current / rollout) and ln(current /
+    train)."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
@@ -180,7 +181,7 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Fields of Loss on which the terms depend, by kind."""
+"""Fields of Loss that the terms depend on, by kind."""
 
 
 def sql_options(loss: Loss) -> str:

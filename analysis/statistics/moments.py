@@ -1,8 +1,8 @@
-"""Compute correlations and centred sums of squares and products in two passes, and merge them over sequences.
+"""Correlations and centred sums of squares and products in two passes, merged over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 
-Shapes: T tokens of N sequences, concatenated.
+Shapes: T tokens in N sequences, concatenated.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Values per token, minus the mean of their sequence."""
+    """Values per token, minus their sequence's mean."""
 
     mean_N: Array
-    """Mean over the counted tokens; 0 if there are none. Exact if all values are equal."""
+    """Mean over the counted tokens, or 0 without any. Exact if all values are equal."""
     off_T: Array
-    """Deviation from the mean; 0 for tokens that are not counted."""
+    """Deviation from the mean. 0 for tokens that are not counted."""
     left_N: Array
-    """Sum of `off_T` over each sequence, which is not exactly 0 because the mean is rounded."""
+    """Sum of `off_T` over each sequence. It is not exactly 0, because the mean is rounded."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences. `counted_T` marks the `num_N` counted tokens; the others must be 0."""
+    """Centre values within sequences. `counted_T` marks the `num_N` counted tokens. All others must be 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -51,7 +51,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """Return each sequence's mean minus the median of the means with the same `place_N`, [N]; 0 without counted tokens.
+    """Return each sequence's mean minus the median mean with the same `place_N`, [N], or 0 without counted tokens.
 
     Sums around this median, n (mean - median) and n (mean - median)^2 plus the co-moments within sequences, add up over
     sequences without loss of precision.

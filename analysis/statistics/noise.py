@@ -1,4 +1,4 @@
-"""Measure the noise of a series as its long-run variance, which autocorrelation makes larger than the plain variance.
+"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -66,9 +66,9 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     """Return the long-run variance for an interval, assuming an autocorrelation 1.5 standard errors above its estimate.
 
-    With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval from it would cover
-    the true value for only 70% of such series. The standard error of an autocorrelation is at most 1 / sqrt(n)
-    (Bartlett 1946).
+    With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval based on it would
+    contain the true value for only 70% of them. An autocorrelation's standard error is at most 1 / sqrt(n) (Bartlett
+    1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
@@ -80,9 +80,9 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 def level_deviation(values: np.ndarray) -> float:
     """Return sqrt(n) times the standard deviation of the mean of n values, unaffected by changes in level and slope.
 
-    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the
-    variance of the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the
-    series; it is 0 if there are fewer than 40 values.
+    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has
+    variance var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the series, and is
+    0 with fewer than 40 values.
     """
     n = len(values)
     phi = 0.0
@@ -101,7 +101,7 @@ def without_line(values: np.ndarray) -> np.ndarray:
 
 
 def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
-    """Return the autocorrelation at lag 1 around a straight line, corrected for bias to first order."""
+    """Return the lag-1 autocorrelation around a straight line, corrected for bias to first order."""
     left = without_line(values)
     phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300)
     return phi + (num_fitted + 4 * phi) / len(values)

@@ -18,7 +18,7 @@ from .source import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional columns of `sequences` have a value: `advantage` per response, `advantages` per token."""
+    """Which optional `sequences` columns have values: `advantage` per response, `advantages` per token."""
 
     mask: bool
     advantage: bool
@@ -36,8 +36,7 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes (those in `of`, by default all) that have values in a column of scores. With `first_use`, only
-    iteration 0 is read."""
+    """Return the passes with values in a `scores` column. `first_use` reads only iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -63,8 +62,7 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Return a contract's values as text by dotted path, e.g. `model.attention`. Lists and empty values are not split
-    up."""
+    """Flatten a contract into text values by dotted path, e.g. `model.attention`. Lists stay whole."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -85,7 +83,7 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return the last recorded value of each hyperparameter, of one run or all open runs, by name without prefix."""
+    """Return the last recorded value of each hyperparameter in one run or all open runs, without the prefix."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
@@ -121,7 +119,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """Suggest replaying the engine's tokens; empty unless one trace has tokens and only rollout scores."""
+    """Suggest replaying the engine's tokens if one trace has tokens but only rollout scores."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -139,7 +137,6 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """Return the contracts' note on missing logprobs, in parentheses; empty if there is none."""
     for name in passes:
         rows = database.connection.execute(
             "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
@@ -188,9 +185,9 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Number of sequences in steps that a later attempt repeated. SQL views exclude them."""
+    """Number of sequences in steps repeated by a later attempt. SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
-    """Steps that a later attempt repeated, as (first, last) ranges."""
+    """Steps repeated by a later attempt, as (first, last) ranges."""
 
 
 _ATTEMPTS = """

@@ -28,12 +28,11 @@ def limit_threads(most: int) -> None:
 
 
 def num_threads() -> int:
-    """Return the number of CPU cores, or the limit if that is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield results in the order of the items, submitting only a few items ahead."""
+    """Yield results in order, submitting only a few items ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -54,7 +53,7 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""DuckDB errors that come from the query or its interruption, never from a trace file."""
+"""DuckDB errors caused by the query or its interruption, never by a trace file."""
 
 
 def _nothing() -> None: ...
@@ -62,8 +61,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C; DuckDB raises an error of its own, even while it reads files through
-    Python."""
+    """Raise KeyboardInterrupt on Ctrl-C instead of DuckDB's own error, even while DuckDB reads files through Python."""
     try:
         yield
     except Exception as error:
@@ -73,7 +71,7 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a user's query so that Ctrl-C ends it at once; DuckDB does not always check for it on the main thread."""
+    """Run a user's query so that Ctrl-C ends it at once. On the main thread, DuckDB does not always check for it."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -84,15 +82,15 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Attributes not defined here are DuckDB's."""
+    """A DuckDB connection for tim-trace's own queries. Other attributes are DuckDB's."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Defines the macros that a query names, given its words."""
+        """Defines the macros that a query's words refer to."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Selects the files for a query; the function that it returns selects them again."""
+        """Selects a query's files, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -103,14 +101,14 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """Return a query's result; its rows are computed when they are fetched."""
+        """Return a query's result. Rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Return a query's rows in batches, which all threads compute ahead of the reader."""
+        """Return a query's rows in batches that all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
@@ -150,7 +148,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections; otherwise DuckDB's threads, which read through Python, would abort the process at exit."""
+    """Close all connections. Otherwise, DuckDB's threads, which read through Python, would abort the process at exit."""
     for connection in list(_open):
         connection.close()
 
@@ -182,8 +180,6 @@ class Result:
 
 
 class Batches:
-    """Batches of a query's rows, each computed on request."""
-
     def __init__(self, raw: Any, connection: Connection):
         self._raw, self._connection = raw, connection
         self.schema: pa.Schema = raw.schema

@@ -1,4 +1,4 @@
-"""Open one or more traces as a DuckDB database: views and macros over the files, without copying data."""
+"""Open one or more traces as a DuckDB database of views and macros, without copying data."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ _LOOK_EVERY_S = 0.1
 
 
 class Database:
-    """Traces open for queries: a connection, views of their tables, and stored or computed sums."""
+    """Traces open for queries: a connection, table views, and stored or computed sums."""
 
     def __init__(
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Examine the traces and define their views. A macro is defined when a query first names it.
+        """Examine the traces and define their views. Macros are defined when a query first mentions them.
 
-        `traces` is one or more paths; one or more Sources, which were examined before and may have had files removed;
-        or a Database, whose sources get a new connection. `steps`, as parsed by parse_steps, limits the views;
-        hyperparameters of earlier steps are kept. `ray` is the address of a Ray cluster whose actors share the reading
-        of tokens; see `spread`. Without a `catalogue`, only the macros of this folder are available;
-        `views.open_database` adds those of every feature.
+        `traces` is one or more paths, one or more Sources (already examined, perhaps with files removed), or a Database
+        whose sources get a new connection. `steps` limits the views (see parse_steps), but hyperparameters from earlier
+        steps are kept. `ray` is the address of a Ray cluster whose actors share the reading (see `spread`). Without a
+        `catalogue`, only this folder's macros are available. `views.open_database` adds every feature's macros.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
@@ -66,18 +65,18 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error raised by a Python function that a query called. DuckDB itself keeps only the
+        """Functions that return the error raised by a Python function inside a query. DuckDB itself keeps only the
         message."""
         self._defined: set[str] = set()
         self.steps = steps
         self.kept_steps: dict[str, list[int]] = {}
-        """Steps in the views, by run; empty for all steps."""
+        """Steps in the views by run. Empty for all steps."""
         self.memory: dict[Any, Any] = {}
         self.progress: Progress = no_progress
-        """Receives the number of tokens read; see `telling`."""
+        """Receives the number of tokens read (see `telling`)."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
-        self.connection.execute("SET parquet_metadata_cache = true")  # the files of a trace never change
+        self.connection.execute("SET parquet_metadata_cache = true")  # a trace's files never change
         if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
@@ -87,13 +86,12 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # the code that examined the sources has already warned
+        if self.damaged and not looked_at:
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report the tokens read inside the context to `progress`. A `cached` result is reported only to its first
-        caller."""
+        """Report tokens read inside the context to `progress`. A `cached` result is reported only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -102,7 +100,7 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Report the progress of a query inside the context, in percent, as DuckDB estimates it."""
+        """Report a query's progress inside the context, in percent, as estimated by DuckDB."""
         if self.progress is no_progress:
             yield
             return
@@ -129,7 +127,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence per unreadable or missing part of the traces; no result includes these parts."""
+        """One sentence for each unreadable or missing part of the traces. No result includes these parts."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -141,7 +139,7 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query names, unless they are already defined."""
+        """Define the macros and views that a query mentions, unless they exist."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
@@ -153,7 +151,7 @@ class Database:
                     file.define(self)
 
     def of_steps(self, steps: str) -> Database:
-        """Return the same traces with other steps; this database if the steps are the same."""
+        """Return the same traces with other steps, or this database if the steps are the same."""
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
@@ -164,22 +162,21 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps of one or all traces again, to use sums that were stored in the meantime."""
+        """Reopen the same steps in one or all traces, to use sums stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums computed afterwards are not
-        stored."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums computed afterwards are not stored."""
         self.views.leave_out(sequences)
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps; logged values of all steps remain."""
+        """Limit sequences and scores to some steps. Logged values keep all steps."""
         self.views.keep_steps(steps)
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums, of every sequence or every run, in place of the stored ones."""
+        """Use a pair's computed sums for every sequence or every run, instead of the stored ones."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -196,7 +193,7 @@ class Database:
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return the rows of a query, bitwise identical on every call.
+        """Return a query's rows, bitwise identical on every call.
 
         Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """
@@ -206,7 +203,7 @@ class Database:
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
-        """Return the damage that caused a DuckDB error; None if it had another cause."""
+        """Return the damage behind a DuckDB error, if any."""
         if self.files.error is not None:
             return self.files.error
         return None if _is_of_function(error) else _unreadable(self.sources, error)
@@ -225,10 +222,8 @@ class Database:
 
 
 def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:
-    """Cache a function of a database by its arguments, which must be hashable, as long as the database is open.
-
-    All callers share a result, so none may modify it.
-    """
+    """Cache a database function by its (hashable) arguments while the database is open. Callers share results and must
+    not modify them."""
 
     @wraps(read)
     def known(database: Database, /, *args: Asked.args, **options: Asked.kwargs) -> Found:
@@ -268,7 +263,7 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if the error came from a Python function that the query called, not from a file."""
+    """Return True if the error came from a Python function inside the query, not from a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 

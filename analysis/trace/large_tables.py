@@ -1,8 +1,8 @@
 """Tables with very many files: find the files that a query needs from its plan, before reading any of them.
 
-Writers record the steps and the number of rows of each file. A query is first planned over placeholder files without
-rows or statistics, so that conditions on `step` in its plan can only come from the query. It then runs over the files
-that can have matching rows.
+Writers record each file's steps and number of rows. A query is first planned over placeholder files without rows or
+statistics, so that conditions on `step` in the plan can only come from the query. It then runs over the files that can
+match.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ...tracer.snapshot import TableFile
 from .connection import Parameters
 
 MANY_FILES = 256
-"""A table with more files than this is treated as large."""
+"""A table with more files than this is large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
 _DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
-"""Statements that need no more than a table's column names and types."""
+"""Statements that need only a table's column names and types."""
 _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
 Steps = tuple[float, float]
-"""First and last step, inclusive; infinite if unbounded."""
+"""First and last step, inclusive. Infinite if unbounded."""
 _ALL: Steps = (float("-inf"), float("inf"))
 
 
@@ -46,7 +46,7 @@ class _LargeTable:
     """SQL expressions that read the columns from files."""
     files: Sequence[TableFile]
     folder: str
-    """Prefix of the files' paths in the names that TraceFiles uses."""
+    """Prefix of the files' paths as TraceFiles names them."""
     no_columns: str = ""
     """The same columns as typed NULLs, so that no file is read."""
 
@@ -55,7 +55,7 @@ class _LargeTable:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the files that may have the given steps, including all files without recorded steps."""
+        """Return the files that may have the given steps, including files without recorded steps."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -65,12 +65,12 @@ class _LargeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChoice:
-    """The files of large tables that a query needs."""
+    """The files that a query needs from large tables."""
 
     names: dict[str, list[str]]
-    """Files to read, by pattern of file names."""
+    """Files to read, by file name pattern."""
     counted: frozenset[str] = frozenset()
-    """Views of which the query needs only the number of rows."""
+    """Views where the query needs only the number of rows."""
 
 
 class LargeTables:
@@ -80,10 +80,10 @@ class LargeTables:
         self._counted: frozenset[str] = frozenset()
 
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
-        """Define a view of a large table; its files are read only when a query needs them.
+        """Define a view over a large table whose files are read only when a query needs them.
 
-        `columns` are SQL expressions, `schema` is the files' schema, and `folder` is the prefix of their paths in the
-        names that TraceFiles uses.
+        `columns` are SQL expressions, `schema` is the files' schema, and `folder` is their path prefix as TraceFiles
+        names them.
         """
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
@@ -103,7 +103,7 @@ class LargeTables:
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Select the files that the next query needs, and return them; None for a statement that reads no rows."""
+        """Select and return the files that the next query needs, or None for a statement that reads no rows."""
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)
@@ -168,7 +168,7 @@ class _Scan:
 
     @property
     def steps(self) -> Steps:
-        """Range of steps that rows of the scan can have."""
+        """Range of steps that the scan's rows can have."""
         if any(condition.count("'") % 2 for condition in self.conditions):  # a string literal was split at a line break
             return _ALL
         first, last = _ALL
@@ -179,7 +179,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """Return the range of steps that a condition allows; unbounded if the condition is not understood.
+    """Return the range of steps that a condition allows. Unbounded if the condition is not understood.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)
@@ -217,5 +217,5 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """Return plan entries as a list; DuckDB gives a single entry as a plain string."""
+    """Return plan entries as a list. DuckDB gives a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

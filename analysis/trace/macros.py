@@ -1,4 +1,4 @@
-"""Find the SQL files that define the macros of a query, and write SQL literals and types."""
+"""Find the SQL files that define a query's macros, and write SQL literals and types."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""A query with one of these words lists tables, views or macros, so every file with `is_listed` is run before it."""
+"""A query with one of these words lists tables, views or macros, so every file with `is_listed` runs first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """An SQL file with the macros and views of one feature."""
+    """An SQL file with one feature's macros and views."""
 
     name: str
     sql: str
-    """SQL of the file; also searched for the names that the file defines and calls."""
+    """Contents of the file, also searched for the names it defines and calls."""
     register: Callable[[Owner], object] | None = None
-    """Adds `functions` to a database before the SQL is run."""
+    """Adds `functions` to a database before the SQL runs."""
     define: Callable[[Owner], object] | None = None
-    """Defines the macros, if `sql` cannot be run as it is."""
+    """Defines the macros if `sql` cannot run as it is."""
     functions: tuple[str, ...] = ()
-    """Python functions and tables that `register` or `define` adds."""
+    """Python functions and tables added by `register` or `define`."""
     is_listed: bool = True
     """False hides the macros from queries that list macros."""
 
@@ -47,7 +47,7 @@ class MacroFile(Generic[Owner]):
 
 
 class Catalogue(Generic[Owner]):
-    """Finds the files that define the names in a query."""
+    """Finds the files that define a query's names."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -57,7 +57,7 @@ class Catalogue(Generic[Owner]):
         }
         self._files = [by_name[name] for name in TopologicalSorter(needs).static_order()]
         every: dict[str, set[str]] = {}
-        for file in self._files:  # dependencies come before the files that need them
+        for file in self._files:  # dependencies come first
             every[file.name] = {file.name}.union(*(every[need] for need in needs[file.name]))
         self._needed = dict.fromkeys(
             LISTING, set().union(*(every[file.name] for file in self._files if file.is_listed))
@@ -67,7 +67,7 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Return the files to run before a query that contains these words, dependencies first."""
+        """Return the files to run before a query with these words, dependencies first."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 
@@ -78,7 +78,7 @@ def sql_file(name: str) -> str:
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return SQL for the statistics of groups; `rows` is a query with the columns of group_statistics.sql."""
+    """Return SQL for group statistics. `rows` is a query with the columns in group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 

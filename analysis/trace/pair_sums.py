@@ -1,10 +1,10 @@
-"""Compute the sums in schemas.sums, per sequence, from tokens.
+"""Compute per-sequence sums (schemas.sums) from tokens.
 
-The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
-probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its tokens alone and are bitwise identical in any batch.
+To avoid cancellation, ratios exp(d) are summed relative to the sequence's largest ratio, and squared probabilities
+around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for computing the sample
+variance). A sequence's sums depend only on its own tokens and are bitwise identical in any batch.
 
-Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
+Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it on request; traces do not store it."""
+"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it on request. Traces do not store it."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step, and [T] float64 |d| of the tokens that count toward the loss and have finite logprobs in both passes."""
+"""Run, step, and [T] float64 |d| for tokens in the loss with finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences per batch; it is small because several batches wait in a queue."""
+"""Maximum number of long sequences per batch. It is small because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Number of tokens in a batch of short sequences, and maximum number of sequences in such a batch."""
+"""Tokens in a batch of short sequences, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -66,7 +66,7 @@ _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count toward the loss and have a finite logprob in both passes."""
+    """Tokens in the loss with finite logprobs in both passes."""
 
     a_T: np.ndarray
     b_T: np.ndarray
@@ -74,20 +74,20 @@ class FiniteTokens:
     num_nan_N: np.ndarray
     """Number of tokens with NaN in either pass."""
     num_inf_N: np.ndarray
-    """Number of tokens with an infinity in either pass and NaN in neither."""
+    """Number of tokens with an infinity in either pass and no NaN."""
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
+    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns one sequence's sums as a struct.
 
-    An empty mask counts every token. A token that lacks a logprob in either pass is left out entirely.
+    An empty mask counts every token. A token without a logprob in either pass is left out.
     """
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| of the rows of a `pair_lists` query; threads compute them while rows are read."""
+    """Yield keys, sums and |d| for the rows of a `pair_lists` query. Threads compute them while rows are read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -122,7 +122,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return the [N] columns of schemas.sums by name; sums are 0 for a sequence without a finite token."""
+    """Return the [N] columns of schemas.sums by name. Sums are 0 for a sequence without a finite token."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -171,10 +171,10 @@ _OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES, for means, and for squares and products around the means.
+    """Return the [B] sums in OF_PROBABILITIES: means, and squares and products around the means.
 
-    Probabilities are relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
-    keeps their differences precise near 0 and near 1.
+    Probabilities are relative to the sequence's largest: exp(a) - exp(peak) = exp(peak) expm1(a - peak). This keeps
+    differences precise near 0 and near 1.
     """
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
@@ -193,7 +193,7 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
 
 
 def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
-    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, precise for every d; `growth_T` is exp(d) - 1.
+    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, precise for every d. `growth_T` is exp(d) - 1.
 
     If exp(b) is too small for a double, this is max(exp(a), exp(b)) (1 - exp(-|d|)).
 

@@ -1,13 +1,12 @@
-"""Compute quantiles of |d|: exactly for values in memory, otherwise from histograms, which can be merged.
+"""Quantiles of |d|: exact for values in memory, otherwise from histograms, which can be merged.
 
-A histogram bin counts the values whose doubles share their upper bits: sign, exponent, and the first BITS of the
-mantissa. An octave has 2^BITS bins, so the middle of a bin is within a relative error of ERROR of every value in the
-bin (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has a bin of its own. Counts are integers, so
-histograms merged in any order give the histogram of all values.
+A bin counts values whose doubles share their upper bits: sign, exponent, and the first BITS mantissa bits. With 2^BITS
+bins per octave, a bin's middle is within relative error ERROR of every value in the bin (the principle of Masson, Rim
+and Lee 2019, DDSketch, VLDB 12). Zero has its own bin. Counts are integers, so the merge order does not matter.
 
-The error bound holds if |d| is 0 or a normal double, as the difference of two float32 numbers always is.
+The bound holds if |d| is 0 or a normal double, as differences of float32 numbers always are.
 
-Shapes: T tokens; B non-empty bins, in ascending order.
+Shapes: T tokens, B non-empty bins in ascending order.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ SHARES = (0.5, 0.95, 0.99)
 BITS = 9
 """Mantissa bits that identify a bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Largest relative error of a quantile from a histogram: half the width of a bin divided by its lower end."""
+"""Largest relative error of a histogram quantile: half a bin's width divided by its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""With at least this many values, counting in an array with one element per bin is faster than sorting."""
+"""From this many values on, counting in an array with one element per bin beats sorting."""
 _BLOCK_TOKENS = 1 << 20
 _GATHERED = 1 << 22
-"""Once more values than this are gathered, equal ones are merged into one with a count."""
+"""Beyond this many gathered values, equal ones are merged into one with a count."""
 
 Cuts = tuple[float | None, ...]
-"""One quantile for each of SHARES; None if there are no values."""
+"""One quantile for each of SHARES, or None without values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Histogram:
     bins_B: np.ndarray
     """int32 bin numbers, ascending."""
     counts_B: np.ndarray
-    """Number of values in each bin, int64, always positive."""
+    """Number of values in each bin (int64, always positive)."""
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:
@@ -65,7 +64,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return, for each bin that contains a quantile, the number of values below that bin."""
+        """Return, for each bin with a quantile, the number of values below it."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -73,13 +72,13 @@ class Histogram:
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
-        """Return the quantiles, with a relative error of at most ERROR; none exceeds `largest`."""
+        """Return the quantiles with a relative error of at most ERROR, none above `largest`."""
         places = self.places()
         return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """Add up histograms.
+    """Add histograms.
 
     >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
     [1, 2]
@@ -94,12 +93,12 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return the bin of each value, [T] int32; bin numbers ascend with the values."""
+    """Return each value's bin, [T] int32. Bin numbers ascend with the values."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
 class Gathered:
-    """Values in the bins of a histogram that contain its quantiles."""
+    """Values in the bins that contain a histogram's quantiles."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
@@ -108,10 +107,10 @@ class Gathered:
         self._num_kept = 0
 
     def add(self, abs_d_T: np.ndarray) -> None:
-        """Keep the values that fall into these bins; `abs_d_T` is a part of the values that the histogram counts."""
+        """Keep the values that fall into these bins. `abs_d_T` is part of what the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
-            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros, which need not be stored
+            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros
             parts.append((values, np.ones(len(values), np.int64)))
             self._num_kept += len(values)
         if self._num_kept > _GATHERED:
@@ -129,7 +128,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return the exact quantiles. Every value of the histogram must have been added."""
+        """Return the exact quantiles, once every value of the histogram was added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -157,12 +156,12 @@ def quantiles(
 
 
 def linear(below: float, above: float, share: float) -> float:
-    """Interpolate as numpy.quantile does."""
+    """Interpolate like numpy.quantile."""
     return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate as DuckDB's quantile_cont does, which rounds only one of the two products before adding them."""
+    """Interpolate like DuckDB's quantile_cont, which rounds only one of the two products before adding them."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

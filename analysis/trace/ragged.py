@@ -1,6 +1,6 @@
-"""Turn lists of per-token values, one list per sequence, into flat arrays and list lengths.
+"""Flatten lists of per-token values, one list per sequence.
 
-Shapes: T tokens of several sequences, concatenated; N sequences.
+Shapes: T tokens from several sequences, concatenated, N sequences.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Number of tokens processed at once, so that their arrays fit in a core's cache."""
+"""Number of tokens to process at once, so that their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of their tokens, and each sequence's first token as an index into that range."""
+"""Range of sequences, range of their tokens, and each sequence's first token within that range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     logprobs: dict[str, Array]
-    """[T] logprobs by pass, in nats; NaN if missing."""
+    """[T] logprobs by pass (nats). NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the token counts toward the loss, and every pass has a logprob for it; None if this is true of all
-    tokens."""
+    """bool: the token is in the loss and has a logprob in every pass. None if this is true everywhere."""
     advantage_N: Array | None = None
-    """One advantage per sequence; NaN if missing, None if not read."""
+    """One advantage per sequence. NaN if missing, None if not read."""
     advantage_T: Array | None = None
-    """Advantage per token; NaN if missing, None if no sequence has a list of advantages."""
+    """Advantage per token. NaN if missing, None if no sequence has a list of advantages."""
 
     @property
     def starts_N(self) -> np.ndarray:
@@ -53,7 +52,7 @@ class Tokens:
         return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
-        """Keep only some tokens of each sequence; None keeps all."""
+        """Keep only some tokens. None keeps all."""
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
@@ -78,10 +77,10 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists, one per sequence. Each sequence is cut to the shortest of its passes' lists.
+    """Flatten Arrow lists, one per sequence. Each sequence is cut to the shortest list among its passes.
 
-    `mask` marks the tokens that count toward the loss; an empty list means that all do. `advantages` has one list per
-    sequence, NaN beyond its end, which overrides the single value in `advantage`.
+    `mask` marks tokens in the loss, and an empty list marks all. `advantages` has one list per sequence, NaN beyond its
+    end, and overrides the single value in `advantage`.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
@@ -105,7 +104,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence gets a block of its own."""
+    """Yield blocks of non-empty sequences with about _BLOCK_TOKENS tokens. A longer sequence gets its own block."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -142,7 +141,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return a [T] bool mask of the tokens that count toward the loss; None if all do."""
+    """Return which tokens are in the loss ([T] bool), or None if all are."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -154,7 +153,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return the values [T] of lists, each cut or padded with NaN to the given length."""
+    """Return the values [T] of lists, each cut or NaN-padded to the given length."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -166,7 +165,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] advantages, each the token's own or else its sequence's; None if no token has its own."""
+    """Return [T] advantages, the token's own or else its sequence's, or None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

@@ -1,4 +1,4 @@
-"""A trace as the database reads it: its readable files, the name of its run, and its stored sums."""
+"""A trace as the database reads it: its readable files, run name and stored sums."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _EDITION = 2
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 Pair = tuple[str, str]
-"""Two passes, a and b; d = logprob(a) - logprob(b)."""
+"""Two passes, a and b, with d = logprob(a) - logprob(b)."""
 
 RUN_OF_FOLDER = "tim_trace_run"
-"""Column in which DuckDB returns the name of a run's folder."""
+"""Column in which DuckDB returns a run's folder name."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Source(Snapshot):
     run: str
     newest: dict[int, int] = field(default_factory=dict)
-    """Last training attempt at each step; empty if the run was never resumed."""
+    """Last attempt at each training step. Empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
     """Valid files of stored sums, by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Paths of superseded files of sums, by kind and pair."""
+    """Paths of superseded sum files, by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
     """Pairs whose stored sums cover every row that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Source(Snapshot):
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments from which sums are made, as `<table>/<segment>`."""
+        """Sealed segments that sums are made from, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -70,7 +70,7 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """Return the folder name of a run. It begins with `_`, because DuckDB reads some bare names as NULL."""
+    """Return a run's folder name. It begins with `_`, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
@@ -153,10 +153,10 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return kind, pair, segments and file of stored sums; None if an earlier release wrote them. Raises
+    """Return kind, pair, segments and file of stored sums, or None if an earlier release wrote them. Raises
     DamagedTrace.
 
-    The file's name contains the checksum of its footer, so it can be verified without an entry in a manifest.
+    The file's name contains its footer checksum, so it can be verified without an entry in a manifest.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])

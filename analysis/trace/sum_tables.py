@@ -1,4 +1,4 @@
-"""Tables of sums: stored in traces, or computed since the traces were opened."""
+"""Tables of sums, stored in traces or computed since the traces were opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with so many rows that they may not fit in memory, so they are written to files."""
+"""Kinds with too many rows for memory, so they are written to files."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
@@ -37,11 +37,11 @@ class ComputedFile:
     pair: Pair
     path: Path
     relative: str
-    """Where the file goes when it is stored, relative to the root of the trace."""
+    """Where the file goes when it is stored, relative to the trace."""
 
 
 class SumTables:
-    """The sums of several traces. Temporary files with computed sums are deleted together with this object."""
+    """Several traces' sums. Temporary files with computed sums are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -51,13 +51,13 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, and (run, URL) of every file of sums stored in a trace."""
+        """Kind, pair, and (run, URL) for every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs with sums for every sequence in the views; True if these were computed, False if stored."""
+        """Pairs with sums for every sequence in the views. True if computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
         """Like `_sequences`, but for sums over whole runs."""
         self._condition = ""
-        """SQL condition on `step` for the steps in the views; empty for all steps."""
+        """SQL condition for the steps in the views. Empty for all steps."""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
         for spec in _IN_TABLES:
@@ -75,7 +75,7 @@ class SumTables:
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
-        """Discard a pair's computed sums, and go back to the stored ones."""
+        """Discard a pair's computed sums and return to the stored ones."""
         self._sequences.pop(pair, None)
         self._runs.pop(pair, None)
         self._forget(pair)
@@ -86,7 +86,7 @@ class SumTables:
         self._define()
 
     def narrow(self, condition: str) -> None:
-        """Limit the tables to steps that meet a condition; stored sums over whole runs are no longer used."""
+        """Limit the tables to steps that meet a condition. Stored sums over whole runs are no longer used."""
         self._condition = condition
         self._runs.clear()
         self._define()
@@ -102,13 +102,13 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for a pair's stored sums, whether or not the tables use them."""
+        """Return a query for a pair's stored sums, even if the tables do not use them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that adds rows to the computed sums of a run, one row group per call."""
+        """Yield a function that adds rows to a run's computed sums, one row group per call."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -122,7 +122,7 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define the macros that read these tables for the pairs they cover, and tokens for other pairs."""
+        """Define macros that read these tables for covered pairs, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(

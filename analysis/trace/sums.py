@@ -1,4 +1,4 @@
-"""Per-sequence sums for a pair of passes: computed from tokens once, then stored next to the scores."""
+"""Per-sequence sums for a pair of passes, computed from tokens once and stored next to the scores."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Maximum number of tokens processed at once. Their |d| stays in memory for the quantiles, at 8 bytes per token."""
+"""Maximum number of tokens to process at once. Their |d| stays in memory for the quantiles (8 bytes per token)."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Maximum number of sequences processed at once; each takes 0.2 KB for its sums."""
+"""Maximum number of sequences to process at once. Each takes 0.2 KB for its sums."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of tokens in a run whose quantiles are exact by default, because its |d| fits in memory."""
+"""Maximum number of tokens in a run with exact quantiles by default, because its |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]
-"""A row of a quantile table: the run, then the columns after the pair."""
+"""A quantile table row: the run, then the columns after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +64,18 @@ class _ChunkSums:
     histograms: pa.Table
     quantiles: list[Quantiles]
     sizes: list[np.ndarray]
-    """|d| of all tokens, for the quantiles of the run; empty if these are not needed."""
+    """|d| of all tokens for the run's quantiles. Empty if these are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of steps of one run."""
-
     run: str
     first_step: int
     last_step: int
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """True if the trace has no sums for the range, so that they must be computed."""
+    """True if the trace has no sums for the range."""
 
 
 Unit = tuple[Chunk, ...]
@@ -85,10 +83,10 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Make sure that the tables have a pair's sums for every sequence; return True if anything was computed.
+    """Make sure that the tables have a pair's sums for every sequence. Return True if anything was computed.
 
-    Tokens are read once, and only for steps without stored sums. `of_run` also asks for quantiles over whole runs.
-    These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
+    Tokens are read once, and only at steps without stored sums. `of_run` also asks for quantiles over whole runs. Up to
+    EXACT_TOKENS tokens, these are exact. If some steps had stored sums, their tokens are read again for this.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -199,7 +197,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Split rows by run, and drop the run column. The rows of a run must be contiguous."""
+    """Split rows by run and drop the run column. A run's rows must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -226,7 +224,7 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """Make the rows available to queries inside the context, under the name that it yields."""
+    """Make the rows available to queries inside the context, under the yielded name."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -235,7 +233,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs by exact ones, reading their tokens again.
+    """Replace approximate run quantiles with exact ones, reading the tokens again.
 
     Exact quantiles are not stored in the trace, so that later results do not depend on this request.
     """
@@ -267,7 +265,7 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store a pair's sums of each sequence next to the scores, so that statistics can be computed without the tokens.
+    """Store a pair's per-sequence sums next to the scores, so that statistics can be computed without reading tokens.
 
     Returns True if sums were written. Nothing is written if they already exist, or if the trace is live or read-only.
     """
@@ -276,7 +274,7 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every finished, writable trace; return True if every trace received them."""
+    """Write a pair's sums into every finished, writable trace. Return True if every trace received them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -312,7 +310,7 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
-    """Store a pair's sums, computed from all sealed rows of a local trace."""
+    """Store a pair's sums, computed from all sealed rows in a local trace."""
     schema = sums_schema(source, pair, spec)
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
@@ -323,8 +321,7 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files that were superseded earlier. Files in use until now are kept, since other processes may read
-    them."""
+    """Remove files that were superseded earlier. Files in use until now stay, because other processes may read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
@@ -343,7 +340,7 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Join steps into chunks; a chunk never mixes steps with stored sums and steps without."""
+    """Join steps into chunks that either all have stored sums or all lack them."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = set()
@@ -362,8 +359,8 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Join neighbouring steps that all have or all lack stored sums, up to both limits. A step that exceeds a limit
-    gets a chunk of its own."""
+    """Join neighbouring steps that all have or all lack stored sums, up to both limits. A larger step gets its own
+    chunk."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -389,7 +386,7 @@ def run_chunks(database: Database, run: str) -> list[Chunk]:
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Group chunks into units: several small neighbouring runs, or one chunk of a larger run."""
+    """Group chunks into units: several small neighbouring runs, or one chunk from a larger run."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
@@ -401,7 +398,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Copy the stored quantiles of runs for which they are still valid, and return the runs without quantiles."""
+    """Copy stored quantiles that are still valid, and return the runs without quantiles."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -417,7 +414,7 @@ def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Compute exact quantiles without concatenating the arrays of |d|."""
+    """Compute exact quantiles without concatenating the |d| arrays."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -436,7 +433,7 @@ def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress)
 
 
 def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Compute exact quantiles from the tokens, keeping only values in the bins into which the quantiles fall."""
+    """Compute exact quantiles from the tokens, keeping only values in the quantiles' bins."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0

@@ -23,13 +23,13 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Which scores of a pass to read with each sequence."""
+    """Which of a pass's scores to read with each sequence."""
 
     name: str
     iteration: int | None = 0
-    """Inner iteration to read; None reads all of them, one row each."""
+    """Inner iteration to read. None reads all, one row each."""
     scored: bool = True
-    """True skips rows without logprobs; False keeps them, with an empty list."""
+    """True skips rows without logprobs. False keeps them, with an empty list."""
     optional: bool = False
     """True also reads sequences that the pass did not score, with an empty list of logprobs."""
     logprobs: bool = True
@@ -41,13 +41,12 @@ def token_query(
 ) -> str:  # fmt: skip
     """Write an SQL query with one row per sequence, from which `tokens_of_rows` reads tokens.
 
-    Its columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may
-    refer to `s` (the sequence) and to these keys; and the `lists` (mask, advantages), where advantages come with the
-    advantage per sequence.
+    It selects the sequences scored by every required pass, in one run and some steps, or in all. Its columns are every
+    pass's logprobs (named by the keys of `passes`), the expressions in `rows` (which may refer to `s`, the sequence,
+    and to these keys), and the `lists` (mask, advantages). Advantages come with the advantage per sequence.
 
-    The query selects the sequences that every required pass scored, in one run and some steps, or in all. If `steps` is
-    a range, every step in it is read. `keys` is a condition on every table. `sequences` is joined only if `lists` or
-    `of_sequences` need it, because the join takes a third of the time.
+    If `steps` is a range, every step in it is read. `keys` is a condition on every table. `sequences` is joined only if
+    `lists` or `of_sequences` need it, because the join takes a third of the time.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -101,7 +100,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return the number of response tokens by step, in order, in one run or in all."""
+    """Return the number of response tokens by step, in one run or in all."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -110,7 +109,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps; a larger step gets its own range.
+    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps. A larger step gets its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -120,7 +119,7 @@ def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> l
 
 
 def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` evenly spaced steps, endpoints included; only the first if `most` is 1.
+    """Return up to `most` evenly spaced steps, endpoints included, or only the first if `most` is 1.
 
     >>> evenly_spaced([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -132,7 +131,7 @@ def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
 
 
 def evenly_within(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` evenly spaced steps, endpoints included; only the middle one if `most` is 1.
+    """Return up to `most` evenly spaced steps, endpoints included, or only the middle one if `most` is 1.
 
     >>> evenly_within([1, 2, 3, 4, 5], 1)
     [3]
@@ -175,11 +174,10 @@ Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""CPUs per actor: several, because reading is multithreaded and every actor has to open the traces."""
+"""CPUs per actor. It needs several, because reading is multithreaded and every actor has to open the traces."""
 
 UNITS = 64
-"""Minimum number of units into which a reading on a cluster is split, so that actors that finish early get more
-work."""
+"""Minimum number of units for reading on a cluster, so that actors that finish early get more work."""
 
 
 def spread(
@@ -190,7 +188,7 @@ def spread(
     On a cluster (`database.ray`), actors open the traces themselves and work through the units in any order. The
     function must be defined in a module, and its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error of `run_units`.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error from `run_units`.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
@@ -210,13 +208,12 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets
-    work."""
+    """Return the number of tokens per unit: `most` in this process, fewer on a cluster so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Group neighbouring items up to a total size of `most`; an item that exceeds it is a group of its own.
+    """Group neighbouring items up to a total size of `most`. A larger item gets its own group.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -235,7 +232,7 @@ def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: S
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Return the paths or URLs at which actors open the traces. Raises InvalidOption if one is being recorded."""
+    """Return the paths or URLs where actors open the traces. Raises InvalidOption if one is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
@@ -265,4 +262,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing: a reader writes nothing."""
+        """Do nothing, because a reader writes nothing."""

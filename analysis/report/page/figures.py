@@ -34,7 +34,7 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""Placeholder colours, by the CSS variable that replaces them before the page draws."""
+"""Placeholder colours by CSS variable. The page replaces them before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76

@@ -1,1 +1,1 @@
-"""The charts of a report as figures for papers: PNG, PDF and CSV."""
+"""A report's charts as figures for papers: PNG, PDF and CSV."""

@@ -32,9 +32,9 @@ WIDTHS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Width of a single figure (one column) and of the run overview (full text width), in inches."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch; font size of tick labels and legends, in points (all other text is 8 pt)."""
+"""Dots per inch, and the font size for tick labels and legends (all other text is 8 pt)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""Because 5 patterns and 8 colours have no common divisor, the first 40 lines all look different."""
+"""5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
@@ -52,7 +52,7 @@ class PaperStyle:
 
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Width of the run overview, inches; `column` is the width of a single figure."""
+    """Width of the run overview in inches. `column` is the width of a single figure."""
     font: str = FONT
     """An installed font. Characters that it lacks are drawn in DejaVu Sans."""
     title: bool = False
@@ -67,7 +67,7 @@ PLAIN = PaperStyle()
 
 
 def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
-    """Return a style, given a width in inches or a key of `WIDTHS`. Raises InvalidOption."""
+    """Return a style for a width in inches or a key of `WIDTHS`. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
     except (TypeError, ValueError):
@@ -87,13 +87,13 @@ def colour(place: int) -> str:
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Return the dash pattern of the line with index `place`; secondary lines are never solid."""
+    """Return a line's dash pattern by its index. Secondary lines are never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis with plain numbers; a logarithmic axis gets powers of ten if it spans enough of them."""
+    """Label an axis with plain numbers. A logarithmic axis gets powers of ten if it spans enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -130,7 +130,7 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Several series, one above the other, with a shared step axis."""
+    """Several series on top of each other with a shared step axis."""
 
     charts: tuple[LineChart, ...]
 
@@ -141,7 +141,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart as a figure that pyplot does not manage; `figure.savefig(path)` writes it."""
+    """Draw a chart as a figure that pyplot does not manage. `figure.savefig(path)` writes it."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -160,7 +160,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Draw one panel per series; lines with the same name have the same colour in every panel."""
+    """Draw one panel per series. Lines with the same name share a colour in all panels."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
@@ -211,7 +211,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write text `shift` points from `at`. The coordinate `along` is in data units, the other one in axes units."""
+    """Write text `shift` points from `at`. The coordinate `along` is in data units, the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,

@@ -32,7 +32,7 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, with its data as KEY.csv, and return the paths.
+    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths.
 
     Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
     """
@@ -92,9 +92,9 @@ _Row = tuple[Any, ...]
 def rows_of(one: Chart) -> Rows:
     """Return a figure's data as a table, with NULL where a column does not apply.
 
-    A line chart has one row per point (`what` is line), per mark (low to high is an interval of x) and per band (low to
-    high is a range of y); in a stack, the first column is the chart's key. A heatmap has one row per cell with tokens
-    and one per point of a curve. A bar chart has one row per bar.
+    A line chart has one row per point (`what` is line), mark (low to high is an x interval) and band (low to high is a
+    y range). In a stack, the first column is the chart's key. A heatmap has one row per cell with tokens and per curve
+    point. A bar chart has one row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
