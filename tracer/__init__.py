@@ -1,1 +1,1 @@
-"""Record traces: the recorder, hooks for training frameworks, importers, and the files of a trace."""
+"""Record traces: the recorder, framework hooks, importers and the trace's files."""

@@ -1,9 +1,7 @@
 """Build Arrow arrays directly from buffers.
 
-`pa.array` and `pa.scalar` import pandas to inspect their input. In the middle of training, this import takes 0.3 to 1 s
-with the GIL held. These functions avoid the import and take a few microseconds per array.
-
-Shapes: B values.
+`pa.array` and `pa.scalar` import pandas to inspect their input. During training that import takes 0.3 to 1 s and holds
+the GIL. These functions take microseconds.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Build an array of numbers, booleans or timestamps, with NULL where `valid_B` is False.
-
-    The array shares memory with `values_B` if the dtype matches.
-    """
+    """Build an array, NULL where `valid_B` is False. It shares memory with `values_B` if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:
@@ -56,7 +51,6 @@ def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
 
 def float_values(array: pa.Array) -> np.ndarray:
-    """Return the values of a float64 array that this module built, with NaN for NULL."""
     bitmap, values = array.buffers()
     found = np.frombuffer(values, np.float64, len(array))
     if bitmap is None:

@@ -1,8 +1,3 @@
-"""Batches of recorded sequences: their names and padding, and the passes that have scored them.
-
-Shapes: B rows, T padded width.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,13 +15,12 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """The sequences of one `add_sequences` call, in the same order; pass it to `add_scores`."""
+    """Sequences from one `add_sequences` call, in the same order. Pass it to `add_scores`."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
         attempt: int | None = None, split: str = TRAIN_SPLIT,
     ):  # fmt: skip
-        """`attempt` is the training attempt that sampled the sequences; None outside training."""
         self.step = step
         self.attempt = attempt
         self.split = split
@@ -34,7 +28,7 @@ class Batch:
         self.policy_version = policy_version
         self.folder = folder
         self.width_without_mask: int | None = None
-        """Width T of [B, T] responses that were given without a mask, else None."""
+        """Width T if the responses were a [B, T] batch without a mask, or None."""
         self.refusal: str | None = None
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
@@ -69,14 +63,12 @@ class Batch:
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return each row's prompt plus response length; None if the batch has no prompts."""
         return None if self._prompt_lengths is None else self._prompt_lengths[rows] + self.lengths(rows)
 
     def padding(self, rows: np.ndarray) -> Padding | None:
         return None if self._padding is None else self._padding.take(rows)
 
     def rows(self, rows: Any) -> np.ndarray:
-        """Validate row numbers and return them as int64; None selects every row."""
         if rows is None:
             return np.arange(len(self))
         numbers = to_numpy(rows.cpu() if is_tensor(rows) else rows)
@@ -91,7 +83,6 @@ class Batch:
         return numbers
 
     def captured_rows(self, captured: Any, scored: np.ndarray) -> np.ndarray:
-        """Validate the rows of captured distributions, which must be among the scored rows."""
         numbers = self.rows(captured)
         strangers = np.setdiff1d(numbers, scored)
         if len(strangers):
@@ -102,10 +93,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Return how often the pass has scored each row so far, and count one more.
-
-        Raises InvalidRecord if a pass other than `current` scores a row again.
-        """
+        """Return how often the pass has scored each row so far, then increment the counts."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -124,15 +112,10 @@ class Batch:
 @dataclass(slots=True, kw_only=True)
 class SequenceNames:
     step: int | None = None
-    """Newest step; None before the first sequence."""
     known: dict[int, set[str]] = field(default_factory=dict)
     count: int = 0
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Register the names of new sequences at a step, and return all names of that step.
-
-        With `ordered`, the names of earlier steps are dropped. Raises InvalidRecord if a name is already in use.
-        """
         by_step = {} if ordered and step != self.step else self.known
         known = by_step.get(step, set())
         if len(set(names)) != len(names) or not known.isdisjoint(names):
@@ -146,21 +129,20 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Minimum number of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
+"""Shortest run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
 MIN_LONGEST_RUN = 4
-"""Minimum length of a batch's longest run for a warning; shorter runs occur by chance."""
+"""Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25
-"""Minimum share of rows that must start or end with repeats of the same token for a warning."""
+"""Warn only if at least this share of rows start or end with the same repeated token."""
 
 Warn = Callable[[str, str], None]
-"""Called with a key and the text of a warning; each key is warned about only once."""
+"""Takes a key and a warning. Each key is reported only once."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding of response or prompt ids; None for lists. Warns if ids without a mask look padded.
+    """Return the padding given by a mask, or None without a mask. Warns if unmasked ids look padded.
 
-    `side` is `response` or `prompt`. `warn` is None for data from a framework, which always comes with masks and may
-    have empty rows. Raises InvalidRecord if there is a mask but no padded batch, or if the mask selects no token.
+    `side` is `response` or `prompt`. `warn` is None for framework data, which may have empty rows.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -188,11 +170,6 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 
 
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
-    """Return a warning if a [B, T] batch seems to contain padding, else None.
-
-    Padding is suspected if enough rows, but not all, start or end with repeats of the same token. A model may also
-    repeat itself, so this is a warning, not an error.
-    """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
         return None

@@ -1,4 +1,4 @@
-"""Distribute work over the actors of a Ray cluster. Only this module and the recording hook import ray."""
+"""Distribute work across a Ray cluster. Only this module and the recording hook import ray."""
 
 from __future__ import annotations
 
@@ -25,32 +25,29 @@ from ..schemas.errors import (
 
 AUTO = "auto"
 LOCAL = "local"
-"""Address of a temporary cluster on this machine, stopped when the work is done."""
+"""Address that starts a temporary cluster on this machine and stops it afterwards."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store. It can be small, because units and results are small."""
+"""Object store size for a local cluster. Units and results are small."""
 CONNECT_S = 10.0
 TRIES = 3
-"""The work fails once this many actors have died while running the same unit, or before they were ready."""
+"""Give up once this many actors have died on the same unit, or before they were ready."""
 LOOK_S = 10.0
-"""Seconds to wait for a result before checking whether any node has room for an actor."""
+"""Seconds to wait for a result before checking whether any node can fit an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6
-"""The work fails after this many consecutive checks that find no room for an actor. Autoscaling takes time, so one
-failed check is not enough."""
+"""Give up after this many consecutive checks without room for an actor. Autoscaling takes time."""
 
 HELD_UP = 3
-"""Number of consecutive checks without a running actor before a warning about missing resources."""
+"""Consecutive checks without a running actor before a warning about missing resources."""
 
 
 class Worker(Protocol):
     """Runs units of work. It is pickled and sent to each actor before the first unit."""
 
-    def run(self, unit: Any) -> Any:
-        """Run one unit. If this worker dies, another worker runs the unit again."""
+    def run(self, unit: Any) -> Any: ...
 
-    def close(self) -> None:
-        """Finish pending writes."""
+    def close(self) -> None: ...
 
 
 class _Actor:
@@ -98,15 +95,11 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 def run_units(
     address: str | None, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
-    """Yield each unit's number and result, in the order in which the units finish.
+    """Yield each unit's number and result as it finishes.
 
-    `address` is `local`, `auto` or `host:port`; if it is None, the worker runs every unit in this process. On a
-    cluster, as many actors as fit share the units, each with its own copy of `worker`. Each actor gets `num_cpus` CPUs,
-    or as many as the largest node has. If an actor or its node dies, another actor runs the unit again. A worker's
-    errors are raised here.
-
-    Raises NotInstalled without Ray, InvalidOption if no cluster answers, and ClusterFailed if no node has room for an
-    actor or TRIES actors die on the same unit.
+    If `address` is None, all units run in this process. On a cluster (`local`, `auto` or `host:port`), as many actors
+    as fit share the units. Each has its own copy of `worker` and gets `num_cpus` CPUs, or as many as the largest node
+    has. If an actor dies, another one runs its unit again.
     """
     if address is None:
         with closing(worker):
@@ -134,10 +127,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the duration of the block, unless `address` is None or Ray is already connected.
-
-    Raises NotInstalled and InvalidOption.
-    """
+    """Connect to Ray for this block, unless `address` is None or Ray is already connected."""
     if address is None:
         yield None
         return
@@ -190,7 +180,6 @@ def _on_one_line(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Strip the traceback that Ray prepends to an actor's error message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -210,7 +199,7 @@ class _Pool:
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
-        """Unit number and actor, by Ray reference. The number is None until the actor is ready."""
+        """Unit number and actor by Ray reference. The number is None until the actor is ready."""
         for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
@@ -275,7 +264,6 @@ class _Pool:
                     yield unit, result
 
     def close(self) -> None:
-        """Let each worker finish its pending writes. Workers that died had already returned their results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
                 error = self._ray.get(reference)
@@ -311,7 +299,7 @@ class _Pool:
 
     @property
     def room(self) -> int:
-        """Number of actors that would fit on the cluster if it were idle."""
+        """Number of actors that would fit if the cluster were idle."""
         total = 0
         for node in self._nodes():
             slots = node.get("CPU", 0.0) // self._num_cpus

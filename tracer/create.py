@@ -1,9 +1,8 @@
 """Create or replace a trace's folder. A folder is replaced only if it holds a trace and nothing else.
 
-If the process dies, one of the two traces survives. The old trace is moved to `.tmp-replacing-*`, manifest first, and
-that folder is renamed to `.tmp-replaced-*` once it is complete. The new trace's manifest is written last. A folder
-without a manifest therefore holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new
-trace, with the complete old trace in `.tmp-replaced-*`. In both cases, `put_back` restores the old trace.
+One of the two traces survives if the process dies. The old trace is moved to `.tmp-replacing-*`, manifest first. That
+folder is renamed to `.tmp-replaced-*` once it is complete. The new manifest is written last. So a folder without a
+manifest still has the old trace, in parts or in `.tmp-replaced-*`, and `put_back` restores it.
 """
 
 from __future__ import annotations
@@ -38,14 +37,7 @@ _MAX_LISTED = 3
 
 @contextmanager
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Create the folder of a new trace and yield its absolute path; restore the old content if the block raises.
-
-    With `force`, an existing trace is moved aside, and removed once the block succeeds. Other processes cannot create a
-    trace here during the block; if they try afterwards, they find the writers that the block opened.
-
-    Raises TraceExists if the folder is not a trace, contains other files or is being recorded, or if it is a trace and
-    `force` is not set.
-    """
+    """Create a trace's folder and yield its absolute path. If the block raises, the old content is restored."""
     with claimed(path) as folder:
         with _explained(path):
             _check_free(folder, path, force=force)
@@ -69,11 +61,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Like `new_trace`, but for a trace written in one go: yield a temporary folder, and move it into place at the end.
-
-    Until then, the old content stays untouched, even if this process dies. Raises the same errors as `new_trace`,
-    either at the start or at the end.
-    """
+    """Like `new_trace`, but yield a temporary folder. The old trace is replaced at the end."""
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
             _check_free(folder, path, force=force)
@@ -90,13 +78,9 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 @contextmanager
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder for additions to a finished trace; its files are moved into the trace at the end.
+    """Yield a temporary folder for additions to a finished trace. Its files are moved into the trace at the end.
 
-    Additions take effect once their writers' states are in place. The states are moved last, so after a crash the trace
-    contains either all of the additions or none. If the process dies while moving files, the next process that writes
-    to the trace moves the rest.
-
-    Raises TraceExists if the trace is being written, and StorageError.
+    Writer states are moved last, so after a crash the trace contains either all additions or none.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -130,10 +114,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Lock a trace's folder for the block, creating it if needed. Folders created here are removed if the block raises.
-
-    Raises TraceExists and StorageError.
-    """
+    """Lock a trace's folder for this block. Folders created here are removed if the block raises."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; give a new folder")
@@ -157,10 +138,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder; the first process to call this creates the trace.
-
-    Raises TraceExists if the folder contains anything but a trace.
-    """
+    """Return a trace's folder. The first process to call this creates the trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +157,6 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Clean up after killed processes, then raise TraceExists unless a trace may be created here."""
     _refuse_built(folder, path, building)
     put_back(folder)
     if not entries(folder):
@@ -218,7 +195,7 @@ def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | N
 
 
 def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
-    """Raise TraceExists if the trace is being recorded; `what` ends the message, as in "cannot be merged"."""
+    """Raise TraceExists if the trace is being recorded. `what` ends the message, e.g. "cannot be merged"."""
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
@@ -263,7 +240,6 @@ def names(folder: Path) -> Iterator[str]:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Move everything in a folder into a new subfolder and return the subfolder; None if the folder is empty."""
     moved = sorted(entries(folder), key=lambda entry: entry.name != MANIFEST)
     if not moved:
         return None
@@ -308,10 +284,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, writers' states last.
-
-    The addition's manifest is removed first, as a sign to `remove_unfinished` that it must complete the move.
-    """
+    """Move an addition into a trace. Removing its manifest first tells `remove_unfinished` to complete the move."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
@@ -323,7 +296,6 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove traces that killed processes left unfinished, and complete any move that they had begun."""
     for building in _subfolders(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
@@ -332,7 +304,6 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """Return the paths of the tokenizer's files from the writers' states, since their names vary."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):

@@ -1,7 +1,6 @@
-"""Captured distributions in Zarr v3: top K with tail mass, full logits, or the last hidden states.
+"""Captured distributions in Zarr v3: top K and tail mass, full logits, or the last hidden states.
 
-Shapes: N rows (one per response token of a captured sequence), C rows in a chunk, T tokens, K kept tokens, V
-vocabulary, H hidden width.
+Shapes: N rows (one per response token), C rows in a chunk, T tokens, K kept tokens, V vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens at each position, in descending order, and the total probability of the rest.
-
-    A tail of -inf means that the K tokens account for all of the probability.
-    """
+    """The K most probable tokens at each position, in descending order."""
 
     token_ids: Any
     logprobs: Any
-    """[N, K] float32, in nats."""
+    """[N, K] float32 (nats)."""
     tail_logprob: Any
-    """[N] float32, in nats: log of the total probability outside the top K."""
+    """[N] float32 (nats): log probability of all other tokens, or -inf if they have none."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -50,16 +46,12 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, up to a constant per row.
-
-    Logits are taken before temperature and truncation are applied. An engine that returns no logits gives logprobs,
-    which include its own processing.
-    """
+    """The full distribution at each position, before temperature and truncation and up to a constant per row."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
     kind: str = LOGITS
-    """Name of the Zarr array: `logits` or `logprobs`."""
+    """Zarr array name: `logits`, or `logprobs` from engines that return no logits."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -68,14 +60,12 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """The last hidden state at each position, after the final norm: the input of the output head.
+    """The output head's input at each position: the last hidden state after the final norm.
 
-    The `head` entry in the pass's contract says how to compute logits from it, using the weights of the score's policy
-    version.
+    The contract's `head` entry says how to compute logits from it.
     """
 
     hidden: Any
-    """[N, H] hidden states in the model's dtype."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -95,7 +85,6 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal; bfloat16 `values` are passed as uint16 bits."""
     typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
     row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
@@ -103,10 +92,7 @@ def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) ->
 
 
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
-    """Write journal blocks as one Zarr group with arrays `<pass>/<array>`, sharded along the rows.
-
-    Returns the SealedFile of the root, which lists every file of the group. Raises DamagedTrace for invalid blocks.
-    """
+    """Write journal blocks as one Zarr group and return its root's SealedFile. Raises DamagedTrace."""
     import zarr
 
     from .dense_store import write_files
@@ -157,17 +143,17 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    """Read the distributions of one row of scores as [rows, ...] arrays by name, with bfloat16 widened to float32.
+    """Read one score row's distributions as [rows, ...] arrays by name, widening bfloat16 to float32.
 
-    `group` and `start` come from the row's columns `dense` and `dense_start`; `rows` is the number of response tokens.
-    The arrays are `token_ids`, `logprobs` and `tail_logprob` for a top-K capture; `logits` (or `logprobs` [rows, V]
-    from an engine that returns no logits); or `hidden`. Raises DamagedTrace if they are missing.
+    `group` and `start` are the row's `dense` and `dense_start`, and `rows` is its response token count. A top-K capture
+    has `token_ids`, `logprobs` and `tail_logprob`. Others have `logits` (`logprobs` [rows, V] from engines that return
+    no logits) or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 
 
 def bits(value: Any) -> tuple[np.ndarray, str]:
-    """Return an array's bits (bfloat16 as uint16) and the name of its dtype."""
+    """Return an array's bits (bfloat16 as uint16) and its dtype name."""
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
         value = value.detach()
@@ -202,10 +188,9 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """Return each row's K most probable tokens, their logprobs, and the log of the total probability of all others.
+    """Return ids [T, K], logprobs [T, K] and tail [T], the remaining log probability.
 
-    Ids are [T, K] int32, logprobs [T, K] float32 and the tail [T] float32, in nats; the tail is -inf if K is the
-    vocabulary size. Computed in float32, or in float64 for float64 logits.
+    Logprobs are float32 (nats). The tail is -inf if K is the vocabulary size.
     """
     import torch
 
@@ -218,21 +203,20 @@ def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, An
 
 
 LOGITS_BYTES = 256 << 20
-"""Maximum size of temporary float32 logits."""
+"""Maximum size for temporary float32 logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     model: Any
     dtype: Any = None
-    """torch dtype of the matrix product; None means the dtype of the hidden states."""
+    """torch dtype for the matrix product. None means the hidden states' dtype."""
 
     @property
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped but before temperature."""
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()

@@ -1,5 +1,3 @@
-"""Read a Zarr group of captured distributions, whether it is sealed or still in a journal."""
-
 from __future__ import annotations
 
 import math
@@ -19,13 +17,13 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Takes the first row and the number of rows, and returns the bits of those rows."""
+"""Takes a first row and a row count, and returns the bits in those rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
     dtype: str
-    """dtype that the bits represent; `bfloat16` is stored as uint16."""
+    """dtype that the bits represent. bfloat16 is stored as uint16."""
     width: int
     bits: Rows
 
@@ -60,10 +58,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return True if distributions must be read from the Zarr group, False if from the journal.
-
-    A process killed while sealing leaves both, and the group may be incomplete unless its writer's state lists it.
-    """
+    """Return False if distributions must be read from the journal. A killed process may leave both."""
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
         return False
@@ -162,7 +157,6 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert bfloat16 bits to float32 without loss; leave other dtypes unchanged."""
     if dtype != BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)

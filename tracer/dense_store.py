@@ -1,7 +1,4 @@
-"""Read a trace's sealed Zarr group: only Zarr v3 with the codecs that tim-trace writes, verifying every byte.
-
-The group's root lists the checksums of all files below it, and the writer's state holds the checksum of the root.
-"""
+"""Read a trace's sealed Zarr group, verifying every byte. Only codecs that tim-trace writes are accepted."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of the root that lists the size in bytes and the base64 block checksums of each file in the group."""
+"""Root attribute that lists each file's size in bytes and base64 block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk; enough for a row of 128 million 16-bit values."""
+"""Maximum uncompressed chunk size. Enough for a row with 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _INDEX_CODECS = ["bytes", "crc32c"]
 _CHUNK_CODECS = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -39,7 +36,6 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files, list them with their checksums in the root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -78,7 +74,6 @@ class SealedGroup:
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Read bytes of a file; a negative `start` counts from its end. Returns None if there is no such file."""
         file = self._file(name)
         if file is None:
             return None
@@ -157,16 +152,13 @@ class _Array:
 
 class _Chunks(NamedTuple):
     num_bytes: int
-    """Uncompressed size of a chunk."""
+    """Uncompressed size."""
     num_in_shard: int | None
-    """Number of chunks per shard (a shard is one file); None if each chunk has its own file."""
+    """Chunks per shard (file), or None if each chunk has its own file."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims an impossible size, because blosc allocates the claimed size.
-
-        A shard ends with an index that holds the offsets of its chunks.
-        """
+        """Raise ValueError if a chunk's header claims an impossible size. blosc allocates the claimed size."""
         starts = [0]
         if is_whole and self.num_in_shard is not None:
             index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]

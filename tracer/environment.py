@@ -1,5 +1,3 @@
-"""Versions, numeric settings and device of this process, as recorded in contracts and writer states."""
-
 from __future__ import annotations
 
 import importlib.metadata
@@ -32,7 +30,7 @@ NUMERIC_LIBRARIES = (
     "safetensors",
     "tokenizers",
 )
-"""Libraries whose version can affect a logprob. Every contract lists the versions of those that are installed."""
+"""Libraries whose version can affect a logprob. Every contract lists the installed versions."""
 
 
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
@@ -50,10 +48,6 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return the version of every installed distribution, by normalised name.
-
-    Versions are taken from folder names, which is 1000 times faster than reading metadata.
-    """
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:
@@ -67,7 +61,6 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Return this process's rank as set by torchrun; None outside a process group."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 
@@ -114,7 +107,7 @@ def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: f
 
 
 def device_name(device: Any) -> str:
-    """Return a device's type and hardware, such as `cuda NVIDIA H200` or `cpu AMD EPYC`. Needs torch."""
+    """Return a device's type and hardware, such as `cuda NVIDIA H200` or `cpu AMD EPYC`."""
     import torch
 
     kind = torch.device(device).type

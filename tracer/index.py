@@ -1,11 +1,7 @@
-"""The cache in index/: footers, writers' states and contracts, so that a trace with many files opens quickly.
+"""The cache in index/: footers, writer states and contracts. It lets traces with many files open quickly.
 
-Entries are validated before use: a footer by its checksum in the writer's state, a contract by the hash that it is
-named after, and a writer's state by the checksum of the state file. Anything that is missing from the index or has
-changed is read from the trace's own files, so a stale index is harmless, and it is always safe to delete the index.
-
-If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs such a
-file reads its footer and verifies it against the writer's state.
+Entries are validated before use. Anything missing or changed is read from the trace's own files, so a stale index is
+harmless and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -30,18 +26,18 @@ from .whole_file import write_part
 MAX_BYTES = 64 << 20
 
 MANY_FOOTERS = 1024
-"""Maximum number of footers stored per table. Opening a trace reads all of them, but few queries need them all."""
+"""Maximum footers stored per table. Opening a trace reads all of them, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed size of an index; larger ones are ignored."""
+"""Maximum uncompressed index size. Larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Order in which tables' footers are added until the index is full."""
+"""Tables in the order in which footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A writer's state without its library versions, which are stored once for all writers that have the same ones."""
+    """A writer's state. Library versions are stored once for all writers that share them."""
 
     hash: str
     md5: str
@@ -63,14 +59,13 @@ class KnownFile(msgspec.Struct, array_like=True):
     num_bytes: int
     schema: int
     tail_bytes: int
-    """Total size of the footer, its length field and the magic number."""
+    """Size including the footer, its length field and the magic number."""
     hash: str
-    """XXH3-64 of these bytes."""
 
 
 class _Contents(msgspec.Struct):
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Names of the fields of the stored states; they differ between releases."""
+    """Field names in the stored states. They differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -81,21 +76,20 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """All indexes of a trace combined. Keys are paths in the trace."""
+    """A trace's indexes combined. Keys are paths in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """Files without footers and the schemas they refer to, one pair per index."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Contents of files that are named after their hash. The reader verifies the hash."""
+    """Contents by path for files named after their hash. The reader verifies the hash."""
 
     @property
     def paths(self) -> set[str]:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry and schema of a file whose footer is not indexed, if the size and the checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -120,7 +114,6 @@ class Index:
 
 
 def read_index(store: Store) -> Index:
-    """Read all indexes of a trace as one, ignoring damaged ones."""
     index = Index()
     for name, size in store.files(INDEX).items():
         if (contents := _contents_of(store, name, size)) is None:
@@ -175,8 +168,6 @@ def write_index(folder: Path) -> None:
 
 
 class _IndexBuilder:
-    """Collects the contents of an index, most useful entries first, until it is full."""
-
     def __init__(self, store: Store):
         self.contents = _Contents()
         self._store, self._left = store, MAX_BYTES

@@ -1,10 +1,9 @@
 """The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
-Each message's metadata ends with a 32-byte trailer, in padding that the format allows, so any Arrow library can read
-the stream and this module can verify it. The trailer holds the 8 bytes `tim-jrnl`, the length of the message's body
-(int64, little-endian) and a checksum (big-endian). The checksum is the XXH3-128 of the previous message's checksum (16
-zero bytes for the first message), followed by this message without its own checksum. This chain of checksums detects
-missing, duplicated and reordered messages.
+Any Arrow library can read the stream. Each message's metadata ends with a 32-byte trailer, stored in padding that the
+format allows: the 8 bytes `tim-jrnl`, the message body's length (int64, little-endian) and a checksum (big-endian). The
+checksum is XXH3-128 over the previous message's checksum (16 zero bytes at first) and this message without its own.
+This chain detects missing, duplicated and reordered messages.
 """
 
 from __future__ import annotations
@@ -36,19 +35,18 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of the journal of distributions. Each row is a block of `rows` consecutive rows of a Zarr array, row-major."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes that captured arrays may have, by the name that NumPy and Zarr use; bfloat16 is stored as uint16 bits."""
+"""dtypes allowed in captured arrays, as named by NumPy and Zarr. bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
-"""Key in the schema's metadata; its value is the path in the trace that the journal was written to."""
+"""Schema metadata key for the path where the journal was written."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
-"""Field numbers in Arrow's Message and RecordBatch tables, and the message type of a RecordBatch."""
+"""Field numbers in Arrow's Message and RecordBatch tables, and the RecordBatch message type."""
 _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
@@ -58,7 +56,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends one table's record batches to a segment's journal. Appended batches survive if the process is killed."""
+    """Appends one table's record batches to a segment's journal. They survive if the process is killed."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -71,7 +69,7 @@ class JournalStream:
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """True after `sync`: the rows, and the files sealed from them, must then survive a power failure."""
+        """True after `sync`. Files sealed from these rows must then survive a power failure too."""
         self._checksum = _INITIAL_CHECKSUM
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
@@ -81,7 +79,6 @@ class JournalStream:
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush all appended rows to disk. Works after `close` too, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -118,18 +115,14 @@ class JournalStream:
 class JournalContent:
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Size of an incomplete record at the end, because the process died while appending or is appending now."""
+    """Size of an incomplete last record, left by a dead process or still being appended."""
     damage: str | None = None
     has_begun: bool = True
-    """True if the journal's schema is complete; only then does a writer list the journal in its state."""
+    """True if the schema is complete. Only then does a writer list the journal in its state."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read a journal's complete records, verifying and validating each one.
-
-    Only the first `num_bytes` of the file are read, if given. Raises FileNotFoundError if the segment has been sealed
-    in the meantime, and DamagedTrace for a link that points outside the trace.
-    """
+    """Read complete records. Raises FileNotFoundError if the segment has been sealed in the meantime."""
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
     schema: pa.Schema | None = None
@@ -159,7 +152,6 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """Return the message at `start` (None at the stream's end), its end and its checksum. Raises ValueError, _Torn."""
     try:
         found = _message_end(content, start, before)
     except _Torn:
@@ -218,7 +210,6 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Raises ValueError for compressed rows, which could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -227,7 +218,7 @@ def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Look for the field `compression` in a message's RecordBatch (Message.fbs, FlatBuffers table layout)."""
+    """Look for the `compression` field in a RecordBatch (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
         vtable = table - struct.unpack_from("<i", metadata, table)[0]

@@ -1,5 +1,3 @@
-"""`tim-trace record`: run a command so that every Python process in it records itself."""
-
 from __future__ import annotations
 
 import contextlib
@@ -34,14 +32,13 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     folder: Path
-    """The trace's folder. For a recording to a URL, the cache folder, which is removed after the upload."""
+    """The trace's folder. For URLs, the cache folder that is removed after the upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
 
     is_there: bool = True
-    """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or which hosts are still recording; None if recording finished here."""
+    """Why this node recorded nothing, or which hosts are still recording."""
     is_stuck: bool = False
     """True if a thread still waits for an unresponsive file system."""
 
@@ -76,30 +73,25 @@ def record(
 ) -> Recording:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    `weights` is `delta` (keep every version's weights), `none`, or `auto`, which means delta for models up to
-    `weights_below`, a size such as 500MB or 2GB. If the run saves Hugging Face checkpoints anyway, give their folder as
-    `weights_from`, and weights will be read from there. `routing` records which experts the routers of a mixture of
-    experts choose in the `train` pass, for every prompt and response token. `engine_weights` selects which of vLLM's
-    weights get a digest, in addition to the trainer's: `given` (the tensors sent to vLLM; the tensors that vLLM holds
-    are read once, and again after a mismatch), `held` (at every version, also the tensors that vLLM holds), or `none`.
+    `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for models up to `weights_below`, a
+    size such as 500MB or 2GB. If the run saves Hugging Face checkpoints anyway, pass their folder as `weights_from`.
+    `routing` records which experts a mixture-of-experts model selects in the `train` pass. `engine_weights` selects
+    which vLLM weights get a digest: `given` (tensors sent to vLLM), `held` (also the tensors that vLLM holds, at every
+    version), or `none`.
 
-    `resume` adds to an existing trace at `output`; repeated steps are recorded as a new attempt. `force` replaces an
-    existing trace once the command has started.
+    `resume` adds to an existing trace. Repeated steps are recorded as a new attempt. `force` replaces an existing trace
+    once the command has started.
 
-    If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder. Sealed files
-    are uploaded from there about once a minute and at the end; then the folder is removed.
+    `output` may be a URL, such as s3://bucket/run. The trace is then written to the user's cache folder and uploaded
+    about once a minute.
 
-    If the file system does not respond for `max_wait` seconds, a process stops recording and keeps running. The same
-    timeout applies to starting and finishing a recording: if it cannot be started, the command runs unrecorded; if it
-    cannot be finished, a note explains how to finish it. `at_end` is called with the recording once the command has
-    ended, before the final upload.
+    If the file system does not respond for `max_wait` seconds, recording stops and the command continues. `at_end` is
+    called with the recording once the command has ended, before the final upload.
 
-    To record on several nodes, run this command on each node with the same `output`. The first node starts the
-    recording. The others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The
-    last node to end finishes the trace.
+    To record on several nodes, run this on each node with the same `output`. The last node to end finishes the trace.
 
-    Returns once the command has ended; the result includes its exit code. Records of processes that died are kept.
-    Raises TraceExists, StorageError or InvalidOption before the command starts, and leaves existing files unchanged.
+    Returns once the command has ended, even if it failed. Raises TraceExists, StorageError or InvalidOption before it
+    starts.
     """
     if not command:
         raise InvalidOption(
@@ -141,7 +133,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Start or join a recording; return options, run id, True if no launcher exists yet, and earlier writers."""
+        """Start or join a recording. Returns options, run id, True if this is its first launcher, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
@@ -256,8 +248,6 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
 
 
 class Launcher:
-    """Represents `tim-trace record` among the trace's writers, with a heartbeat and the command's exit code."""
-
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
         self.state = WriterState(
@@ -270,10 +260,7 @@ class Launcher:
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code and return the hosts that are still recording.
-
-        The last launcher to end finishes the trace.
-        """
+        """Record the exit code and return the hosts that are still recording."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.

@@ -1,7 +1,4 @@
-"""Whether a writer may still add to its trace, what it has not sealed yet, and which attempt it belongs to.
-
-Each time a run is resumed, a new training attempt begins, which may repeat steps.
-"""
+"""Whether a writer may still add to its trace, what it has not sealed yet, and its training attempt."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ SILENT_S = 900.0
 """A writer on another machine counts as ended after this long without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""What a verdict is based on: a normal close, the writer's process, a reboot of its machine, or its last heartbeat."""
+"""Evidence for a verdict: a normal close, the process, a machine reboot, or the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,7 @@ class Liveness:
     is_alive: bool
     how: str
     silent_s: float | None = None
-    """Seconds since the last heartbeat, if the verdict is based on it; None if unknown."""
+    """Seconds since the last heartbeat, or None if unknown or not used."""
 
 
 def this_process() -> dict[str, Any]:
@@ -48,7 +45,7 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge a writer by its process if that is visible from here, else by the age of its last heartbeat."""
+    """Judge a writer by its process if visible from here, otherwise by its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -62,7 +59,6 @@ def liveness(state: WriterState, store: Store) -> Liveness:
 
 
 def last_sign(state: WriterState, store: Store) -> float | None:
-    """Return when a writer last touched any of its files, in seconds since 1970; None if unknown."""
     journals = [f"{JOURNAL}/{name}" for name in store.files(JOURNAL) if name.startswith(f"{state.writer}-")]
     signs = [store.seen_at(name) for name in (f"{WRITERS}/{state.writer}.json", *journals)]
     return max((sign for sign in signs if sign is not None), default=None)
@@ -100,7 +96,7 @@ def _is_running(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat, starting with the third, which is the process state."""
+    """Return fields from /proc/<pid>/stat, starting with the third, the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
@@ -122,23 +118,19 @@ def _text(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training attempt: one run, from its start or resumption to its end."""
-
     number: int
-    """Counted from 1, in the order in which attempts started."""
+    """Counted from 1 by start time."""
     key: str
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch, and `ordinal` is the number of earlier training runs in this process. With
-    `resumes`, earlier recordings of this process belong to a previous attempt even if they are still open, as in a
-    notebook.
+    `session` identifies the launch. `ordinal` counts earlier training runs in this process. With `resumes`, earlier
+    recordings from this process belong to a previous attempt even if they are still open (notebooks).
 
-    A rank counts its own earlier writers, because ranks restart together but torchrun counts restarts per node. A rank
-    that is new in this session takes the attempt number from rank 0, or from a driver without a rank. No other writers'
-    states are read.
+    Ranks restart together, but torchrun counts restarts per node, so each rank counts its own earlier writers. A new
+    rank takes the number from rank 0, or from a driver without a rank.
     """
     rank = environment.rank()
     own = _states_with_attempt(store, rank)
@@ -175,7 +167,6 @@ def _newest(states: Iterable[WriterState]) -> int:
 
 
 def restarts() -> str:
-    """Return the restart counts that Slurm and torchrun set in the environment; empty without either."""
     told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
     return "-".join(told).strip("-")
 
@@ -201,7 +192,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return the journal sizes of unsealed segments in bytes, by segment and table."""
+    """Return unsealed segments' journal sizes in bytes, by segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
@@ -210,7 +201,6 @@ def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:
-    """Parse a journal's file name; None for other names."""
     stem, _, table = name.removesuffix(".arrows").rpartition(".")
     segment = Segment.parse(stem)
     return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

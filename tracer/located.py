@@ -1,4 +1,4 @@
-"""Results of `locate`, stored one per file in a trace's locate/ folder."""
+"""Results from `locate`, one file each in a trace's locate/ folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .store import Store
 from .whole_file import write_part
 
 A, B = "a", "b"
-"""The two executions: `a` is the one under examination, `b` the one it is compared with."""
+"""The two executions: `a` is under examination, `b` is its reference."""
 ROUTES = "routes"
-"""Name of the patch that replaces one execution's expert choices with the other's."""
+"""Patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding can explain, in units of the rounding bound; operators above it are divergent."""
+"""Largest error that rounding can explain, in units of the rounding bound."""
 FORMAT = 1
 _WHAT = "a locate result"
 _AGAIN = "run locate again, or delete the file"
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """Arguments of `locate`. Identical arguments share an id, under which the newest result is stored."""
+    """Arguments to `locate`. Identical arguments share an id, and only the newest result is kept."""
 
     step: int
     arm: str | None
@@ -52,38 +52,36 @@ def limits(layers: str | None, operators: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that an operator adds in one execution, over all sequences, measured against float64 on the same inputs."""
+    """Error that an operator adds in one execution, measured against float64 on the same inputs."""
 
     side: str
     """Execution, `a` or `b`."""
     order: int
     """Position in the forward pass."""
     operator: str
-    """Name of the module, or a name such as `layers.7.residual` for a computation between modules."""
+    """Module name, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
     """Last part of the name."""
     layer: int | None
-    """Layer index, from 0; None outside the layers."""
+    """Layer index from 0, or None outside the layers."""
     dtype: str
     """Output dtype, as torch names it."""
     num_values: int
     """Number of output values."""
     introduced: float
-    """RMS (root mean square) of the error that the operator itself introduces, relative to the exact result's RMS."""
+    """Error introduced by the operator itself (root mean square), relative to the exact result's RMS."""
     ratio: float
-    """Largest error that the operator introduces, divided by the rounding bound; rounding explains ratios up to 1."""
+    """Largest introduced error, divided by the rounding bound. Rounding explains ratios up to 1."""
     seq_id: str
     """Sequence with the largest `ratio`."""
     token: int
-    """Token with the largest error, counted from 0 over the prompt and response of `seq_id`."""
+    """Token with the largest error, counted from 0 over the prompt and response."""
     inherited: float | None
-    """RMS difference between the inputs in a and b, relative to the RMS of the input in a; None without a common input.
-    """
+    """RMS difference between the inputs in a and b, relative to a's RMS. None without a common input."""
     difference: float | None
-    """RMS difference between the outputs in a and b, relative to the RMS of the output in a; None without a common
-    output."""
+    """RMS difference between the outputs in a and b, relative to a's RMS. None without a common output."""
     in_double: float | None
-    """Largest relative error at any token when the operator's code runs in float64; None if not tried."""
+    """Largest relative error at any token when the operator's code runs in float64, or None if not tried."""
 
     @property
     def is_beyond(self) -> bool:
@@ -92,19 +90,18 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence that both executions ran. Its mismatch at a token is d = logprob(b) - logprob(a), in nats."""
+    """A sequence run by both executions. Its mismatch at a token is d = logprob(b) - logprob(a), in nats."""
 
     seq_id: str
     group: str
-    """Group id, shared by all sequences with the same prompt."""
     num_tokens: int
     sum_square: float
-    """Sum of d^2 over the sequence's tokens, nats^2."""
+    """Sum of d^2 (nats^2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDifference:
-    """A weight tensor in which an execution differs from the recording, compared in the execution's dtype."""
+    """A weight tensor that differs from the recording, compared in the execution's dtype."""
 
     side: str
     tensor: str
@@ -112,57 +109,57 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between corresponding elements."""
     version: int | None
-    """Policy version whose recorded tensor is identical to the execution's, or None."""
+    """Policy version with an identical recorded tensor, or None."""
     share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often a router selects different experts in the two executions, which changes its output discontinuously."""
+    """How often a router selects different experts in the two executions."""
 
     operator: str
     layer: int | None
     num_tokens: int
     num_flipped: int
-    """Tokens for which the two executions select different sets of experts."""
+    """Tokens where the two executions select different experts."""
     margin: float | None = None
-    """Largest distance from a tie among these tokens: in execution a, the lowest score of a selected expert minus the
-    highest score of the others. None if there are no such tokens, or if the choice does not depend on scores alone."""
+    """Largest distance from a tie among these tokens: in execution a, lowest selected score minus highest other score.
+    None if there are no such tokens, or if the choice depends on more than scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains when some operators of one execution run the other execution's code on unchanged inputs."""
+    """Mismatch that remains when one execution's operators run the other's code on unchanged inputs."""
 
     patch: str
-    """Patched operators: all of one kind, `all operators`, or `routes` for the expert choices that differ."""
+    """Patched operators: one kind, `all operators`, or `routes` for the expert choices that differ."""
     taker: str
-    """Execution whose operators were replaced, `a` or `b`."""
+    """Execution with replaced operators, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """For each sequence in the result: sum of d^2 with the operators replaced, nats^2."""
+    """For each sequence in the result: remaining sum of d^2 (nats^2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator in the forward pass whose error is larger than rounding can explain."""
+    """The first operator in the forward pass with an error larger than rounding can explain."""
 
     side: str
     operator: str
     kind: str
     layer: int | None
     why: str
-    """`weights`: different weights; `beyond`: error above the rounding bound; `code`: different even in float64."""
+    """`weights`: different weights. `beyond`: error above the rounding bound. `code`: different even in float64."""
     ratio: float | None
     version: int | None
-    """Policy version that the operator's weights belong to, if `why` is `weights`."""
+    """Policy version that the weights belong to, if `why` is `weights`."""
     seq_id: str | None
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Where two executions diverge, for sequences of one step."""
+    """Where two executions diverge on one step's sequences."""
 
     run: str
     step: int
@@ -171,51 +168,48 @@ class Findings:
     a: str
     b: str
     only: str = ""
-    """The question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty if there are none."""
+    """Limits such as `layers 2:8` or `operators q_proj,rotary`, or empty."""
     chosen: str
     num_tokens: int
-    """Number of response tokens compared."""
+    """Response tokens compared."""
     mean_abs_d: float
-    """Mean of |d| over the compared tokens, with d = logprob(b) - logprob(a), in nats."""
+    """Mean |d| over the compared tokens (nats), where d = logprob(b) - logprob(a)."""
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
-    """In the order of the forward pass; empty if the model is not a mixture of experts."""
+    """In forward order. Empty if the model is not a mixture of experts."""
     unseen: tuple[str, ...]
-    """Kinds of operators that only one execution has."""
+    """Operator kinds that only one execution has."""
     engines: tuple[str, ...]
-    """Executions (`a` or `b`) that ran in vLLM, in eager mode without compilation, CUDA graphs or a prefix cache."""
+    """Executions (`a` or `b`) run in vLLM (eager mode, no compilation, CUDA graphs or prefix cache)."""
     first: Divergence | None
-    """First divergence; None if rounding can explain every operator's error."""
+    """None if rounding can explain every operator's error."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Checks that could not be made, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Findings):
-    """The findings, and the values from which shares of the mismatch are computed."""
+    """The findings plus the values behind each share of the mismatch."""
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """By (execution, operator) and sequence: sum over the tokens of d * (part of d due to the operator's own error),
-    nats^2. If the model were linear in the errors, these sums over all operators of both executions would add up to the
-    sum of d^2."""
+    """By (execution, operator) and sequence: sum over tokens of d times the operator's own part in it (nats^2). If the
+    model were linear in the errors, all operators' sums would add up to the sum of d^2."""
     patches: tuple[Patch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResult:
-    """A stored result: the contents of locate/<id>.json."""
+    """Contents of locate/<id>.json."""
 
     format: int
     id: str
     run_id: str
     question: LocateQuestion
     made_at: str
-    """ISO 8601, UTC."""
     made_by: str
-    """Version of tim-trace."""
     versions: dict[str, str]
     found: Located
 
@@ -247,7 +241,6 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a stored result, ignoring unknown fields. Raises DamagedTrace, NewerTrace and FileNotFoundError."""
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
@@ -279,7 +272,7 @@ def _is_possible(found: Located) -> bool:
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Return all results, newest last, and a sentence for each one that cannot be read."""
+    """Return all results, newest last, and a sentence for each unreadable one."""
     found, damaged = [], []
     for result in result_ids(store):
         try:

@@ -1,5 +1,3 @@
-"""Statistics of the last update, read from an optimizer's state."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,21 +6,21 @@ from typing import Any
 PREFIX = "optimizer/"
 
 CHUNK_BYTES = 56 << 20
-"""Maximum size of a chunk on a GPU; a third of this on a CPU, where a chunk needs three temporary tensors."""
+"""Maximum chunk size on a GPU. On a CPU a third of this, because a chunk needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Return norms of the last update and of this process's weights as metrics: 0-d tensors on their device.
+    """Return norms for the last update and this process's weights as metrics: 0-d tensors on their device.
 
     For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), computed from the state
-    after the step; for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
+    after the step. For SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
-    - optimizer/update_to_weight: norm of the update divided by the norm of the weights after it.
-    - optimizer/update_norm, optimizer/weight_norm: norm of the update, and of the weights after it.
-    - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
-    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over all parameter groups.
+    - optimizer/update_to_weight: update norm divided by the weight norm.
+    - optimizer/update_norm, optimizer/weight_norm: both taken after the update.
+    - optimizer/second_moment: mean v_hat over all elements. Adam variants only.
+    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: the largest over all parameter groups.
 
-    Returns an empty dict before the first step and for other optimizers. Does not synchronise with the device.
+    Empty before the first step and for other optimizers. Does not synchronise with the device.
     """
     import torch
 
@@ -50,7 +48,6 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Take each setting's largest value over the parameter groups or, for tensors, the first group's value."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -61,7 +58,7 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
-"""A parameter group's settings, some of its tensors (or pieces of them), and their states."""
+"""A parameter group's settings, some of its tensors (or pieces), and their states."""
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
@@ -99,7 +96,6 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
 
 
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Return each tensor's update before the learning rate is applied, and the sum of v_hat or None."""
     if "exp_avg_sq" not in states[0]:
         return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
@@ -127,7 +123,7 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum the squared norms of short pieces, because torch.sum adds pairwise, but torch.norm sequentially."""
+    """Sum squared norms over short pieces. torch.sum adds pairwise, but torch.norm adds sequentially."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -150,7 +146,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, else None. Counts on a device are assumed equal for all tensors."""
+    """Return the step count if it is on the host, or None. Device counts are assumed equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

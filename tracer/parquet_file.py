@@ -1,6 +1,6 @@
-"""A trace's Parquet files, verified block by block on read, and the file system that serves them to DuckDB and Arrow.
+"""A trace's Parquet files, verified on read, and the file system that serves them to DuckDB and Arrow.
 
-A file's metadata holds its path and a checksum for each block before the footer; the writer's state holds the footer's
+A file's metadata holds its path and a checksum for each block before the footer. The writer's state holds the footer's
 checksum.
 """
 
@@ -27,24 +27,24 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata key. Its value is the base64 of the 8-byte XXH3-64 checksums of the blocks before the footer."""
+"""Metadata key for the blocks' 8-byte XXH3-64 checksums, in base64."""
 BLOCK_SIZE = b"tim-trace block bytes"
-"""Metadata key. Its value is the block size in bytes, 256 KiB by default."""
+"""Metadata key for the block size in bytes (256 KiB by default)."""
 IDENTITY = b"tim-trace file"
-"""Metadata key. Its value is the path in the trace that the file was written to."""
+"""Metadata key for the path where the file was written."""
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Number of values that a footer may claim: a constant, plus a number per byte. A token takes half a byte."""
+"""A footer may claim this many values, plus this many per byte. A token takes half a byte."""
 
 
 def write_checked(
     path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:  # fmt: skip
-    """Write parts as row groups of a file that will be at `identity` in the trace; return its SealedFile."""
+    """Write parts as row groups. `identity` is the file's future path in the trace."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
             writer.write(part)
@@ -56,7 +56,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Set when the file is closed. The step range is not filled in."""
+        """Set when the file is closed, without a step range."""
 
     def write(self, part: pa.Table) -> None:
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
@@ -67,7 +67,6 @@ class CheckedWriter:
 def checked_writer(
     path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
 ) -> Iterator[CheckedWriter]:
-    """Like `write_checked`, but the caller writes the parts."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
@@ -83,7 +82,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes the bytes written to a file. Once `footer` is set, also appends them to it."""
+    """Hashes bytes written to a file. Once `footer` is set, also appends them to it."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -116,7 +115,6 @@ class ParquetFooter:
 
     @property
     def identity(self) -> str | None:
-        """Path in the trace that the file was written to; None if tim-trace did not write it."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
 
@@ -128,7 +126,6 @@ class ParquetFooter:
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        """Open the file for verified reading; `keeps_tail` keeps the footer in memory. Raises DamagedTrace."""
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
@@ -144,7 +141,6 @@ class ParquetFooter:
 
 
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
-    """Read a file's footer; `tail_bytes` is the size of the first read. Raises DamagedTrace and FileNotFoundError."""
     where = store.shown(relative)
     content = _read_tail(store, relative, num_bytes, tail_bytes)
     try:
@@ -184,10 +180,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError if the footer's counts are implausible or do not add up.
-
-    Run-length encoding takes almost no space, so a few bytes could claim any number of values.
-    """
+    """Raise ValueError for implausible counts. With run-length encoding, a few bytes could claim any number."""
     most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -204,7 +197,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Serves registered files under URLs such as tim://0/scores/12, and patterns that expand to chosen files."""
+    """Serves registered files as URLs such as tim://0/scores/12."""
 
     protocol = PROTOCOL
     cachable = False

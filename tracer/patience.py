@@ -1,5 +1,3 @@
-"""Time-limited waits for a file system, with messages on stderr."""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +22,7 @@ def say(sentence: str) -> None:
 
 
 class Patience:
-    """Limits how long one writer's callers wait. Each wait takes at most `max_wait_s`."""
+    """Limits how long callers wait for a file system, and says so on stderr."""
 
     def __init__(
         self,
@@ -32,25 +30,21 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` identifies the file system in messages; without it, nothing is printed.
-
-        `meanwhile` is called after each message. Raises InvalidOption.
-        """
+        """`path` identifies the file system in messages. `meanwhile` is called after each message."""
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
-        """Total time that callers have waited; updated during waits."""
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(
         self, changed: threading.Condition, is_blocked: Callable[[], bool], *, is_excused: Callable[[], bool],
         signs: Callable[[], Any] | None = None, every_s: float = math.inf, counts: bool = True,
     ) -> None:  # fmt: skip
-        """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
+        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled.
 
-        Time during which `is_excused` returns True does not count toward the limit. If `signs` of progress are given,
-        the limit applies to the time since they last changed. With `counts`, the wait is added to `waited_s`.
+        The limit excludes time while `is_excused` returns True. With `signs`, it applies to the time since they last
+        changed.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
@@ -78,7 +72,7 @@ class Patience:
         self._meanwhile()
 
     def _mount(self) -> str:
-        """Describe the path's file system from the kernel's list of mounts, without accessing the path."""
+        """Describe the path's file system from the kernel's mount list, without accessing the path."""
         try:
             path = Path(os.path.abspath(self._path))
             mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]

@@ -1,8 +1,4 @@
-"""The command that `tim-trace record` runs, and the other `tim-trace record` processes of the same job.
-
-The command behaves as it would without recording: each signal reaches it exactly once, and it does not outlive this
-process. If every node runs `tim-trace record`, the process on the first node starts the trace, and the others join it.
-"""
+"""The command that `tim-trace record` runs, and other `tim-trace record` processes for the same job."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
+"""Environment variables in which launchers number nodes and processes from 0. PET_ is torchrun's prefix."""
 SIGN_S = 5.0
-"""Interval at which `tim-trace record` sends a heartbeat."""
+"""Heartbeat interval for `tim-trace record`."""
 SIGNED_S = 2 * SIGN_S
 """A launcher counts as ended after this long without a heartbeat."""
 _LOOK_S = 0.2
@@ -36,10 +32,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that shows that this is not the first node, such as RANK=1; None on the first node.
-
-    Arguments take precedence over environment variables.
-    """
+    """Return the setting (e.g. RANK=1) that marks this as a later node, or None on the first one."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -64,11 +57,10 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait up to `wait_s` for `tim-trace record` processes that record to a folder, and return the running ones.
+    """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
 
-    A process counts as running if it is visible from here, or if it has sent a heartbeat since the first check, because
-    a process that was killed on another machine looks alive at first. With `beside`, only these processes are
-    considered, and a process that has closed normally is returned too.
+    A remote process must send a heartbeat during the wait, because killed ones look alive at first. With `beside`, only
+    these writers are considered, and those that closed normally are returned too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -104,7 +96,7 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals to this process are held for the command."""
+    """A running command. Signals to this process are held for the command until `wait` ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
@@ -132,12 +124,7 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the command's exit code, or 128 + the signal that killed it.
-
-        Until then, `meanwhile` is called every `every_s` seconds. Signals sent by processes are forwarded. Signals from
-        the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly. This process stops and continues together
-        with the command.
-        """
+        """Return the command's exit code, or 128 + the signal that killed it. Forwards signals from processes."""
         try:
             while (code := self._process.poll()) is None:
                 found = signal.sigtimedwait(_WATCHED, every_s)

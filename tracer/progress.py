@@ -1,4 +1,4 @@
-"""Progress reporting for long computations; only the command line displays it."""
+"""Progress reporting for long computations. Only the command line displays it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ Advance = Callable[[int], None]
 """Takes the number of units completed since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Starts a progress display, given a description and the total number of units."""
+"""Takes a description and the total number of units."""
 
 
-def unheard(units: int) -> None:
-    """Ignore progress."""
+def unheard(units: int) -> None: ...
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Convert padded or ragged batches to flat values and lengths.
 
-Shapes: B rows, T padded width, N tokens of all rows together.
+Shapes: B rows, T padded width, N tokens in all rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Ragged:
     values: np.ndarray
     """[N] elements, one list after another."""
     lengths: np.ndarray
-    """[B] int64; the lengths sum to N."""
+    """[B] int64. The lengths sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool, False for values that were not recorded; None if all were."""
+    """[N] bool, False if not recorded. None if all were."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -39,7 +39,6 @@ class Ragged:
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Select lists in the given order; return `self` if that changes nothing."""
         if is_every_row(rows, len(self.lengths)):
             return self
         cells = cells_of(rows, self.lengths)
@@ -55,33 +54,29 @@ def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the positions of the selected rows' values among the concatenated values of all rows."""
+    """Return the positions in the flat values that belong to the selected rows."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 1024
-"""Batches at least this wide are copied row by row, because copying a row takes as long as masking 1,500 cells."""
+"""Batches at least this wide are copied row by row. Copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which cells of a [B, T] batch hold tokens."""
+    """Which cells in a [B, T] batch hold tokens."""
 
     width: int
     lengths: np.ndarray
-    """[B] int64, number of tokens in each row."""
+    """[B] int64, tokens per row."""
     starts: np.ndarray | None
-    """[B] int64, column of each row's first token; None if the tokens of any row are not contiguous."""
+    """[B] int64, column where each row's tokens begin. None if any row has gaps."""
     mask: np.ndarray
-    """[B, T] bool, True at tokens."""
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read a [B, T] mask that is nonzero at tokens. Raises InvalidRecord for other values, with `what` as their
-        name.
-        """
         given = _cells(mask, what)
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
@@ -111,12 +106,10 @@ class Padding:
 
 
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
-    """Flatten a batch: a padded [B, T] tensor or array with its padding, or lists of different lengths.
+    """Flatten a batch: a padded [B, T] tensor or array, or lists with different lengths.
 
-    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. In a list
-    of floats, None means not recorded. `what` names the batch in errors.
-
-    Raises InvalidRecord for values that are of the wrong kind or that `dtype` cannot represent.
+    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. None in a
+    list of floats means not recorded. `what` names the batch in errors.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -149,7 +142,6 @@ def num_rows(data: Any, what: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """Describe a value on one short line, for an error message."""
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "None" if value is None else f"{text} ({type(value).__name__})"
@@ -187,7 +179,6 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
 
 
 def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
-    """Return the rows as arrays if all are flat and share a convertible dtype, else None."""
     kinds = {type(row) for row in data}
     if len(kinds) != 1 or not (kinds == {np.ndarray} or is_tensor(data[0])) or len({row.dtype for row in data}) != 1:
         return None
@@ -204,7 +195,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array in its own dtype, and a [T] bool mask of recorded values (None if all are recorded)."""
+    """Return a list as an array and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -258,7 +249,6 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
-    """Convert flat values to `dtype`. Raises InvalidRecord, naming the first value that `dtype` cannot represent."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_expected_values(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
@@ -275,7 +265,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Mark invalid ids, invalid flags and overflowed floats in an [N] bool array; None if a quick check finds none."""
+    """Mark values in `values` that `out` cannot represent, or return None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

@@ -1,7 +1,7 @@
 """Record a trace from a training loop.
 
-Shapes: B sequences, P padded prompt width, T padded response width, N tokens of several sequences, concatenated,
-L layers with a router, S experts selected per token.
+Shapes: B sequences, P padded prompt width, T padded response width, N tokens from several sequences, L layers with a
+router, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -57,23 +57,21 @@ from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
-"""Session name of attempts that `tim-trace record` did not start."""
+"""Session name for attempts that `tim-trace record` did not start."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
-"""Columns whose values are checked once they are in host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Bits of each array and the dtype that they represent, by array name."""
+"""Bits and dtype by array name."""
 
 
 class Recorder:
     """Records a training loop's per-token logprobs, from the inference engine, the trainer and any other pass.
 
-    Use it as a context manager; leaving the block seals the trace. Methods return immediately, and a background thread
-    does the writing; a caller waits only while `queue_bytes` are queued (see `waited_s`). No data is dropped. Device
-    tensors are cloned on the device, then copied to the host on a separate stream. Inconsistent values raise
-    InvalidRecord; for device tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds,
-    recording stops and training continues.
+    Use it as a context manager. Leaving the block seals the trace. Methods return immediately, and a background thread
+    does the writing. Callers wait only while `queue_bytes` are queued (see `waited_s`), and no data is dropped. Device
+    tensors are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, the next call
+    raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and training continues.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -98,12 +96,16 @@ class Recorder:
     ):
         """Open a trace for recording.
 
-        `capture` and `capture_fraction` decide, for the whole run, which sequences `captures` selects. `force` replaces
-        an existing trace. With `join`, several processes write one trace: each opens the same path, and the first one
-        creates it; the default is to join if torchrun's WORLD_SIZE is above 1. `resume` adds to an existing trace,
-        finished or not, when a run continues from a checkpoint. Rows recorded after a resume, or by a process that
-        replaces a dead one, belong to a new attempt; views show the newest attempt at each step. `max_wait` limits how
-        many seconds a call waits for an unresponsive file system before recording stops and training continues.
+        `capture` and `capture_fraction` decide which sequences `captures` selects. `force` replaces an existing trace.
+        `resume` adds to an existing trace, finished or not, when a run continues from a checkpoint.
+
+        With `join`, several processes write one trace. Each opens the same path, and the first one creates it. This is
+        the default if torchrun's WORLD_SIZE is above 1.
+
+        Rows recorded after a resume, or by a process that replaces a dead one, belong to a new attempt. Views show the
+        newest attempt at each step.
+
+        If the file system does not respond for `max_wait` seconds, recording stops and training continues.
 
         Raises TraceExists if the path already contains something else and neither `force` nor `resume` is set, or if
         another process records this rank. Raises StorageStalled if the file system does not respond.
@@ -132,10 +134,10 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """Return a recorder for data from a framework or a file, whose errors become findings instead of exceptions.
+        """Return a recorder for data from a framework or a file, where errors become findings instead of exceptions.
 
-        Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
-        Without `ordered`, steps may decrease from one call to the next.
+        Logprobs above 0 are kept, non-numeric values become text, and calls after `close` are ignored. Unless
+        `ordered`, steps may decrease.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -163,18 +165,18 @@ class Recorder:
 
     @property
     def waited_s(self) -> float:
-        """Total time that calls have waited for the disk, in seconds, including a wait in progress."""
+        """Seconds that calls have waited for the disk, including a wait in progress."""
         return self.writer.patience.waited_s
 
     @checked
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far would survive `kill -9` or, with `sync`, a power failure.
 
-        Without this call, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on
-        every file, which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
+        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every
+        file, which takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
 
-        Returns False, with a message on stderr, if recording has stopped; rows added after that are lost. Raises
-        InvalidRecord for invalid device tensors in earlier calls.
+        Returns False, with a message on stderr, if recording has stopped. Raises InvalidRecord for invalid device
+        tensors in earlier calls.
         """
         return self.writer.flush(sync=sync, weights=weights)
 
@@ -182,14 +184,14 @@ class Recorder:
     def close(self, *, at_exit: bool = False) -> bool:
         """Write and seal everything queued. Raises InvalidRecord for invalid device tensors in earlier calls.
 
-        Set `at_exit` while the interpreter is shutting down. Like `flush`, returns False if recording has stopped.
+        Set `at_exit` while the interpreter is shutting down. Returns False if recording has stopped.
         """
         is_whole = self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] mask of sequences whose distributions are captured; it is the same in every process and run."""
+        """Return a [B] mask: True for sequences selected for capture, the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -199,7 +201,7 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its numbers), and return its hash.
 
-        The contract applies to scores added later. This call also declares a pass with a non-standard name.
+        The contract applies to scores added later. Passes with non-standard names must be declared this way.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -216,7 +218,7 @@ class Recorder:
 
     @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
-        """Record descriptions of the trained model and its tokenizer, as dicts of your choice."""
+        """Record free-form descriptions of the trained model and its tokenizer."""
         state = self.writer.state
         state.model = state.model if model is None else dict(model)
         state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)
@@ -248,19 +250,17 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are each given either as a tensor or array, [B, T] or [B, P], with an attention
-        mask (nonzero at tokens; padding on either side), or as B lists. Without a mask, every cell of a padded batch
-        counts as a token, and apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is
-        nonzero at tokens that are part of the loss. `advantage` is one value, [B], or aligned with `response_ids`.
-        `rewards` maps each reward function to [B] values. All other arguments are one value or [B]; None means not
-        recorded.
+        `response_ids` and `prompt_ids` are B lists, or a padded tensor or array, [B, T] or [B, P], and its attention
+        mask (nonzero at tokens, padding on either side). Without a mask, every cell counts as a token, and apparent
+        padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that are part of
+        the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function to
+        [B] values. All other arguments are one value or [B]. None means not recorded.
 
-        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default they
-        are generated. `split` is "eval" for evaluation samples: they and their scores appear in the views
-        `eval_sequences` and `eval_scores`, and all statistics of the run exclude them.
+        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step and are generated
+        by default. Evaluation samples have the split "eval". They appear only in the views `eval_sequences` and
+        `eval_scores`, not in the run's statistics.
 
-        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
-        raises it.
+        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -331,24 +331,23 @@ class Recorder:
         captured_rows: Any = None,
         routing: Routing | None = None,
     ) -> None:
-        """Record one pass's scores for each response token of a batch, or of some of its rows.
+        """Record one pass's scores for each response token in a batch, or in some of its rows.
 
-        `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
-        with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has
-        a value; other tokens become NULL. `rows` lists the numbers of the scored rows, in the order of the scores.
-        `policy_version` is the number of optimizer updates that the scoring weights have received. The default is the
-        version of the sampling weights for `rollout`, and None for other passes. With None, staleness cannot be
-        computed, and `replay` uses the sampling weights and says so.
+        `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded the same way,
+        padded differently with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero
+        where the pass has a value. Other tokens become NULL. `rows` lists the scored rows in score order.
 
-        `distribution` holds captured distributions [N, ...]: one for each response token of the rows listed in
-        `captured_rows`, concatenated.
+        `policy_version` counts the optimizer updates in the scoring weights. It defaults to the sampling version for
+        `rollout`, and to None for other passes. With None, staleness cannot be computed, and `replay` uses the sampling
+        weights and says so.
 
-        `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), the router choices of a mixture of
-        experts. All rows are concatenated without padding, each with its prompt tokens before its response tokens. S
-        follows the order of the model's slots, and L the order of the contract's `moe_layers`.
+        `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
-        Raises InvalidRecord and records nothing if a value is invalid; for device tensors, a later call or `close`
-        raises it.
+        `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), a mixture-of-experts model's router
+        choices. Each row has its prompt tokens before its response tokens, without padding. L follows the contract's
+        `moe_layers`, and S follows the model's slots.
+
+        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -415,8 +414,8 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit: a state_dict after `version` optimizer updates.
 
-        Tensors may be on any device. If they are DTensors, each process saves its shard. The call waits while the
-        previous version is being written; once it returns, the tensors may change. Each version is saved only once.
+        Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
+        tensors may change. Each version is saved only once.
 
         Raises InvalidRecord for an unsupported dtype.
         """
@@ -430,7 +429,7 @@ class Recorder:
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Record logged values: numbers and one-element tensors as numbers, None as NULL, anything else as text.
 
-        Raises InvalidRecord if the step decreases, or if a value is a dict, a list or an array of several values.
+        Raises InvalidRecord if the step decreases, or if a value is a dict, a list or a larger array.
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
@@ -441,7 +440,7 @@ class Recorder:
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings as metrics of step 0 under `hyperparameter/`; non-numeric values become text.
+        """Record the run's settings as metrics at step 0 under `hyperparameter/`. Non-numeric values become text.
 
         If a setting changes during the run, record it again at the first step it applies to, so that `attribute` can
         consider it as a cause.
@@ -469,10 +468,10 @@ class Recorder:
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
-        """Record the size of this step's update relative to the weights, and the mean second moment.
+        """Record this step's update size relative to the weights, and the mean second moment.
 
-        Call it after `optimizer.step()` of a torch Adam, AdamW or SGD with momentum; it only reads the optimizer's
-        state. `dynamics` uses these metrics, which are listed in tracer.optimizer.optimizer_statistics.
+        Call it after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. It only reads the optimizer's
+        state. See tracer.optimizer.optimizer_statistics for the metrics, which `dynamics` uses.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -563,7 +562,6 @@ class Recorder:
         return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Raises InvalidRecord unless shapes and dtypes are the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
@@ -621,8 +619,6 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check, flatten and queue values, either now or after the copy from a device; on an error, call `refused`."""
-
         def checked() -> Any:
             try:
                 return prepare()

@@ -1,7 +1,6 @@
-"""Router choices of a mixture of experts: the experts selected for each token, in slot order, and their weights.
+"""Mixture-of-experts routing: the experts selected for each token, in slot order, and their weights.
 
-Shapes: N tokens, L layers with a router, S slots (experts selected per token), C cells of one forward pass (its rows
-times its width), B rows, W width.
+Shapes: N tokens, L layers with a router, S slots, C cells in one forward pass (B * W), B rows, W width.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     expert_ids: Any
-    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
+    """[N, L, S] selected expert ids in slot order, or -1 if not routed."""
     expert_weights: Any = None
-    """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
+    """[N, L, S] factors applied to expert outputs, or None if not recorded."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -52,7 +51,6 @@ class Router:
 
     @property
     def num_slots(self) -> int | None:
-        """Number of experts selected per token; None if unknown."""
         found = getattr(self.module, "top_k", None)
         return found if isinstance(found, int) else None
 
@@ -62,7 +60,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
+    """Return a model's routers by layer: siblings of `experts` named *Router* or *Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -76,7 +74,6 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return a contract's entries about a mixture-of-experts model; empty for all other models."""
     known = routers(model)
     if not known:
         return {}
@@ -85,7 +82,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
-    """Return a router's ids [C, S], its weights [C, S], and the ids' index in `output`; None if they cannot be read.
+    """Return a router's ids [C, S], its weights [C, S], and the ids' index in `output`, or None if unreadable.
 
     transformers' routers return (logits, weights, ids) or (ids, weights, logits).
     """
@@ -107,7 +104,7 @@ class RouterTap:
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """Why router choices cannot be read; None as long as they can."""
+        """Why router choices cannot be read, or None."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -153,7 +150,6 @@ class RouterTap:
 
 
 def id_dtype(num_experts: int | None) -> Any:
-    """Return torch's smallest signed integer dtype that fits every expert's id."""
     import torch
 
     if num_experts is None:
@@ -162,7 +158,6 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forward passes, row by row; None if the mask has the wrong size."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -195,10 +190,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
-    """Read the routing of score rows, each given as (`routing`, `routing_start`, number of tokens).
-
-    Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
-    """
+    """Read routing for score rows, each given as (`routing`, `routing_start`, number of tokens)."""
     from .dense import read_dense
 
     spans: dict[str, tuple[int, int]] = {}

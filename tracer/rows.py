@@ -1,6 +1,6 @@
 """Build a trace's rows: check and flatten values, then assemble Arrow batches.
 
-Shapes: B rows, T padded width, N tokens of all rows together.
+Shapes: B rows, T padded width, N tokens in all rows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob due to rounding, in nats, by dtype: one unit in the last place of a logit near 16."""
+"""Largest positive logprob (nats) due to rounding, by dtype: one unit in the last place near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: the forward pass and the padding of each row."""
+    """How a pass batched its rows. All fields are [B] integers."""
 
     ids: np.ndarray
-    """[B] int64, a number that all rows of the same forward pass share."""
+    """The same number for all rows in a forward pass."""
     places: np.ndarray
-    """[B] int32, index of each row within its forward pass, from 0."""
+    """Index of each row within its forward pass, from 0."""
     rows: np.ndarray
-    """[B] int32, number of rows in each row's forward pass."""
+    """Number of rows in each row's forward pass."""
     pad_left: np.ndarray
-    """[B] int32, number of padding tokens before each row's prompt."""
+    """Padding tokens before each row's prompt."""
     pad_right: np.ndarray
-    """[B] int32, number of padding tokens after each row's response."""
+    """Padding tokens after each row's response."""
 
     def check(self, rows: int, what: str) -> None:
         for name in ("ids", "places", "rows", "pad_left", "pad_right"):
@@ -56,8 +56,6 @@ class Forward:
 
 
 class RowBuilder:
-    """Builds a table's record batches, caching columns that repeat a single value."""
-
     def __init__(self, schema: pa.Schema):
         self.schema = schema
         self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
@@ -89,7 +87,6 @@ BUILDERS = {name: RowBuilder(table.schema) for name, table in TABLES.items()}
 
 
 def metric_columns(step: int, values: Mapping[str, Any], logged_at: datetime) -> dict[str, Any]:
-    """Return one row per value: numbers and one-element tensors as numbers, None as NULL, anything else as text."""
     numbers, texts = [], []
     for value in values.values():
         if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
@@ -111,7 +108,6 @@ def _text(value: Any) -> str:
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
-    """Return one reward function's values, [B] float64, with NaN where missing. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
         return float_values(found)
@@ -133,7 +129,6 @@ def aligned(
     data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int,
     what: str, remedy: str = ALIGN,
 ) -> Ragged:  # fmt: skip
-    """Flatten per-token values. Raises InvalidRecord unless each sequence has one value per token."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(
@@ -150,7 +145,6 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob more than `tolerance` above 0. NaN and -inf are left for `check` to report."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -166,14 +160,14 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return how far above 0 rounding can push a logprob of this dtype, in nats."""
+    """Return how far above 0 rounding can push a logprob with this dtype (nats)."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for logprobs with an integer dtype, which have been rounded."""
+    """Raise InvalidRecord for integer logprobs, which have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
@@ -192,7 +186,6 @@ def is_per_token(advantage: Any) -> bool:
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """Select rows of a per-row value; a single value is returned unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
@@ -201,7 +194,6 @@ def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
 
 
 def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
-    """Mark values as not recorded where `scored` is 0."""
     if values is None or scored is None or scored.values.all():
         return values
     valid = scored.values if values.valid is None else values.valid & scored.values

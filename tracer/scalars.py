@@ -1,8 +1,3 @@
-"""Check the scalar values of steps, sequences and metrics, and convert them to the type of their column.
-
-Shapes: B sequences.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
@@ -22,7 +17,7 @@ _INT64_MAX = 2**63 - 1
 
 
 def step_number(value: Any, what: str = "step") -> int:
-    """Return a step as an int. Raises InvalidRecord unless it is a non-negative Python, NumPy or torch integer.
+    """Return a step as an int. Accepts non-negative Python, NumPy and torch integers.
 
     >>> step_number(np.int64(3))
     3
@@ -34,11 +29,7 @@ def step_number(value: Any, what: str = "step") -> int:
 
 
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
-    """Return a column's values: one Python value for all rows, an Arrow array [B] of `type`, or None if not recorded.
-
-    `flags` allows True and False in a column of numbers, stored as 1 and 0. Raises InvalidRecord for a value that the
-    column cannot hold, and for any number of values other than one or one per row.
-    """
+    """Return a column's values: one Python value for all rows, an Arrow array [B], or None if not recorded."""
     if value is None:
         return None
     if isinstance(value, pa.Array) and value.type == type and len(value) == rows and not pa.types.is_string(type):
@@ -54,7 +45,6 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """Return True if the values need no conversion for the column: None, floats, ASCII text, or integers in range."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
@@ -79,7 +69,6 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Convert names to strings: integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
@@ -90,7 +79,6 @@ def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
 
 
 def text(value: str, what: str) -> str:
-    """Raises InvalidRecord for a lone surrogate, which UTF-8 cannot encode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -142,7 +130,6 @@ def _as_int(value: Any, type: pa.DataType) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """Convert a number to float; None if float64 cannot hold it."""
     try:
         return float(value)
     except OverflowError:

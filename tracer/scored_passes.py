@@ -1,5 +1,3 @@
-"""Find the passes of a trace that have logprobs, from Parquet footers where possible."""
-
 from __future__ import annotations
 
 import os
@@ -27,7 +25,6 @@ def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """Return the names of passes with logprobs. Warns about damaged parts of the trace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

@@ -1,5 +1,3 @@
-"""Seal journals, including those of killed writers: convert them to Parquet and Zarr, then remove them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -27,18 +25,17 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum number of response tokens in a row group. Scans hold whole row groups in memory, and skip them by step."""
+"""Maximum response tokens per row group. Scans hold whole row groups in memory, and skip them by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
-    """Write a closed journal as Parquet, or as Zarr for distributions; return SealedFiles by path.
+    """Write a closed journal as Parquet, or as Zarr for distributions. Returns SealedFiles by path.
 
-    The journal is kept until the writer's state lists its replacement. If the process is killed in between, both exist:
-    readers use the journal, and sealing again writes the same file. Files are renamed into place when complete. Raises
-    DamagedTrace for a damaged journal, which is kept and stays readable up to the damage.
+    The journal is kept until the writer's state lists its replacement. A process killed in between leaves both. Readers
+    then use the journal, and sealing again writes the same file.
     """
     if not (folder / segment.journal(table)).exists():
         return {}
@@ -49,7 +46,6 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Like `seal_table`, but for rows in memory."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
@@ -66,11 +62,7 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 
 
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
-    """Write rows of a trace table with its encodings, in row groups of about a million response tokens.
-
-    `relative` is the file's future path in the trace. Each batch of scores belongs to a single pass. Batches are
-    grouped by pass, so that a query of two passes reads only their bytes.
-    """
+    """Write a table, scores grouped by pass. `relative` is the file's future path in the trace."""
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
         path,
@@ -88,7 +80,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return a table's options for ParquetWriter; `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
+    """Return ParquetWriter options. `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -102,7 +94,7 @@ def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with at most `limit` tokens each; a row with more tokens gets its own range.
+    """Yield row ranges with at most `limit` tokens each. A longer row gets its own range.
 
     >>> import numpy as np
     >>> list(row_group_bounds(np.array([4, 4, 4, 9, 1]), limit=8))
@@ -125,7 +117,6 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
 
 
 def response_lengths(rows: pa.Table) -> np.ndarray:
-    """Count the response tokens of each row; 0 if the table has no response lists."""
     import pyarrow.compute as pc  # imported here, since it takes 60 ms and `tim-trace record` rarely needs it
 
     for name in ("logprobs", "response_ids"):
@@ -135,11 +126,7 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
 
 
 def adopt(folder: Path) -> None:
-    """Seal the journals of dead writers.
-
-    A segment that cannot be sealed stays in its journal, which can be read too. If several processes call this function
-    at once, only one of them does the work. Raises StorageError if a folder of the trace is a link.
-    """
+    """Seal dead writers' journals. A segment that cannot be sealed stays in its journal, which can be read too."""
     check_no_links(folder)
     store = Store(folder)
     with alone(folder):

@@ -1,5 +1,3 @@
-"""A writer's segments: rows go to a journal, which is sealed once it is large enough."""
-
 from __future__ import annotations
 
 import threading
@@ -19,11 +17,11 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed: about four million tokens with ids and three passes."""
+"""Journal size that triggers sealing: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
-    """Stands in for JournalStream but keeps record batches in memory, where they are lost if the process is killed."""
+    """Stands in for JournalStream but keeps record batches in memory."""
 
     is_synced = False
 
@@ -36,28 +34,26 @@ class HeldRows:
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
-    def sync(self) -> None:
-        """Do nothing, because no rows are on disk."""
+    def sync(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing, because rows are kept until they are sealed."""
+    def close(self) -> None: ...
 
 
 _Stream = JournalStream | HeldRows
 
 
 class SegmentWriter:
-    """Appends one writer's rows and distributions; not thread-safe.
+    """Appends one writer's rows and distributions. Not thread-safe.
 
-    A segment is sealed while the next one is being filled: one thread seals scores, and another seals all other tables.
-    `account` is called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
+    A segment is sealed while the next one is being filled, by one thread for scores and another for all other tables.
+    Both call `account`.
     """
 
     def __init__(
         self, folder: Path, writer: str, account: Callable[..., None], seal_bytes: int = SEAL_BYTES, *,
         journals: bool = True,
     ):  # fmt: skip
-        """`account` is `TraceWriter.account`. Without `journals`, rows stay in memory until they are sealed."""
+        """`account` is `TraceWriter.account`. If `journals` is False, rows stay in memory until sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes
         self._account = account
@@ -67,7 +63,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Changed only under the lock `_handover`, so that `sync` misses no rows."""
+        """Streams being sealed, by journal. Changed only under `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -75,7 +71,6 @@ class SegmentWriter:
         self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
-        """Append a pass's distributions (values [N, ...] and dtype by array); return their Zarr group and first row."""
         group = f"{self.segment.name}/{pass_name}"
         start = self._dense_rows.get(group, 0)
         for name, (values, dtype) in arrays.items():
@@ -90,7 +85,6 @@ class SegmentWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change while the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -103,16 +97,13 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal the journal if it is full and no other is being sealed. Call this between groups of related records."""
+        """Call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Wait until the previous segment is sealed, then start sealing the current one and begin a new one.
-
-        Without `distributions`, captured distributions stay in the journal.
-        """
+        """Wait for the previous segment, then seal the current one in the background."""
         if self._streams:
             streams, segment = self._streams, self.segment
             self._close_streams()
@@ -159,7 +150,6 @@ class SegmentWriter:
         return self._streams[table]
 
     def sync(self) -> None:
-        """Flush everything appended to disk, including segments being sealed."""
         for stream in self._streams.values():
             stream.sync()
         with self._handover:

@@ -1,4 +1,4 @@
-"""What can be read from a trace at one point in time: sealed files, journals of live or killed writers, and damage."""
+"""A trace at one point in time: sealed files, live or killed writers' journals, and damage."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class TableFile:
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns that the file lacks because an older release wrote it."""
+    """Columns missing because an older release wrote the file."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step, from the writer's state; None if unknown or without rows."""
+    """First and last step from the writer's state, or None if unknown or without rows."""
     newest: dict[int, int] | None = None
-    """Newest training attempt at each step of the file; None until read."""
+    """Newest training attempt at each step, or None until read."""
 
     @property
     def writer(self) -> str:
@@ -63,9 +63,9 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Number of bytes to read from each unsealed journal, by segment and table."""
+"""Bytes to read from each unsealed journal, by segment and table."""
 Examined = dict[str, TableFile]
-"""Readable sealed files by path. Sealed files never change."""
+"""Readable sealed files by path. They never change."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,20 +77,19 @@ class Snapshot:
     files: dict[str, list[TableFile]] = field(default_factory=dict)
     journals: dict[str, pa.Table] = field(default_factory=dict)
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    """Pass, hash and content of each contract."""
     damaged: list[str] = field(default_factory=list)
-    """One sentence for each damaged or missing part, which is excluded from all results."""
+    """One sentence per damaged or missing part. These parts are excluded from all results."""
     ignored: list[str] = field(default_factory=list)
-    """One sentence for each file that is not part of the trace."""
+    """One sentence per file that does not belong to the trace."""
     torn_bytes: int = 0
     """Total size of incomplete records at the ends of journals."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache of `_lacking_columns`, by table and by id() of a schema in the index."""
+    """Cache for `_lacking_columns`, by table and id() of an indexed schema."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state, perhaps because it has changed since it was read."""
+    """Writers whose files do not match their state, perhaps because it changed after it was read."""
 
     @property
     def is_live(self) -> bool:
@@ -106,15 +105,13 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files to ignore because they were merged into others."""
         return {name for state in self.writers for name in state.replaced}
 
 
 def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
     """Take a snapshot of a trace. Unreadable parts are skipped and listed in `damaged`.
 
-    `examined` caches sealed files for repeated snapshots, which then do not open them again. Raises TraceNotFound,
-    NewerTrace or DamagedTrace if no trace can be read, and QueryFailed if it changes too fast.
+    `examined` caches sealed files for repeated snapshots.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
     for _ in range(_MAX_TRIES):
@@ -175,10 +172,10 @@ def _read_all(snapshot: Snapshot) -> None:
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """List journals until two consecutive listings agree, which means that no writer appended in between.
+    """List journals until two consecutive listings agree, i.e. no writer appended in between.
 
-    If they grow too fast for that, take sequences from the last listing and everything else from the one before, so
-    that every score has its sequence.
+    If they grow too fast, sequences come from the last listing and everything else from the one before, so that every
+    score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):
@@ -193,7 +190,6 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Adds files whose writer's state is missing to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -272,7 +268,6 @@ def _open_now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table
 
 
 def _open_on_demand(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table) -> TableFile | None:
-    """Open a file whose footer is read only when needed; None if the file is not in the index."""
     known = snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record.num_rows is None:
         return None
@@ -313,7 +308,6 @@ def _check_footer(footer: ParquetFooter, relative: str, where: str, record: Seal
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that an older release did not write. Raises DamagedTrace for any other mismatch."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -327,7 +321,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """The names of list elements may differ."""
+    """Compare types, but ignore list element names."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -439,7 +433,6 @@ def _find_missing(snapshot: Snapshot) -> None:
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Return True if a suspect has updated its state since it was read."""
     used = {state.writer: (state.files, state.journals, state.is_removed) for state in snapshot.writers}
     for writer in snapshot._suspects:
         now = None
@@ -452,10 +445,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return each step's newest attempt with sequences, or else with metrics; empty if the run was never resumed.
-
-    Raises DamagedTrace.
-    """
+    """Return each step's newest attempt with sequences, or else with metrics. Empty if never resumed."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
@@ -484,7 +474,6 @@ def _newest_of(rows: pa.Table) -> dict[int, int]:
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """Return the contract with this hash, from `content` if already read. Raises DamagedTrace on a mismatch."""
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:

@@ -31,7 +31,7 @@ def on_device(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """View a host tensor or array as NumPy, without copying if the dtype allows. 16-bit floats become float32."""
+    """View a host tensor or array as NumPy, without copying if possible. 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
         if str(value.dtype) in _FLOATS_TO_WIDEN:
@@ -41,7 +41,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor; other values are unchanged. Raises InvalidRecord if rows are split."""
+    """Return this process's part of a DTensor. Other values are unchanged. Raises InvalidRecord if rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -61,9 +61,8 @@ def _is_divided(kind: Any) -> bool:
 def stage(value: Any) -> Callable[[], Any]:
     """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
-    A CUDA tensor is cloned on the device, in the caller's stream, then copied to the host on a separate stream. The
-    caller may change the tensor immediately; only the thread that calls the returned function waits. Other values are
-    copied immediately.
+    A CUDA tensor is cloned on the device, in the caller's stream, then copied on a separate stream. The caller may
+    change the tensor immediately.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -122,10 +121,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer that is allocated only once, because allocation may block.
-
-    The buffer is reused once all of its pieces have been returned.
-    """
+    """A pinned buffer, allocated only once because allocation may block. Reused once all pieces are returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -134,7 +130,6 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer, or None if there is no room; the values are then copied without the buffer."""
         import torch
 
         with self._lock:
@@ -160,7 +155,6 @@ def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
 
 class Staged:
     def __init__(self, what: str, **values: Any):
-        """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are split over processes."""
         self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}
         self._waiting: dict[str, Callable[[], Any]] | None = None
         self.wait = any(_any_on_device(value) for value in values.values())

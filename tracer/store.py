@@ -32,14 +32,14 @@ from ..schemas.layout import (
 )  # fmt: skip
 
 _LISTED_RECURSIVELY = (PASSES, TOKENIZER)
-"""Folders whose whole tree is listed at once, because they contain few files."""
+"""Folders listed with everything below them. They contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size of a single read, because the system allocates as much as is requested."""
+"""Maximum size for a single read. The system allocates as much as is requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Number of tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore make 4 attempts of 15 s."""
+"""Tries in s3fs. Reads nest two retry loops, so 2 here and 1 in botocore make 4 attempts of 15 s."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -84,7 +84,7 @@ class _RemoteFileSystem:
 class Store:
     """Reads a trace's folder on any file system that fsspec supports.
 
-    `url` is a local path or a URL such as `s3://bucket/runs/7`; wildcards are not expanded. Files are read on demand.
+    `url` is a local path or a URL such as `s3://bucket/runs/7`. Wildcards are not expanded.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
@@ -101,7 +101,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Entries of each folder on object storage, as of the last `look`."""
+        """Each remote folder's entries as of the last `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -109,11 +109,10 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Name of the folder and of the run; bytes that are not UTF-8 are replaced, since tables need UTF-8."""
+        """Name of the folder and of the run. Bytes that are not UTF-8 are replaced, since tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
-        """List a remote trace's folders in parallel and cache the listings. Does nothing for a local trace."""
         if self.is_local:
             return
         self.filesystem.invalidate_cache()
@@ -145,7 +144,7 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Like `path`, but raises DamagedTrace for a link that points outside the folder."""
+        """Like `path`, but raises DamagedTrace for a link that leaves the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
@@ -160,7 +159,6 @@ class Store:
         return bool(self.filesystem.exists(self.checked_path(relative)))
 
     def read_bytes(self, relative: str, size: int | None = None) -> bytes:
-        """Read a file, or its first `size` bytes. Raises DamagedTrace if they do not fit into memory."""
         size = self.file_size(relative) if size is None else size
         if (said := too_large(size)) is not None:
             raise DamagedTrace(f"{self.shown(relative)}: {said}")
@@ -175,7 +173,6 @@ class Store:
             return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop), or fewer if the file is shorter. Raises DamagedTrace for irregular files."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
@@ -205,7 +202,6 @@ class Store:
             ) from error
 
     def read_json(self, relative: str) -> bytes:
-        """Read a JSON document. Raises DamagedTrace if it is larger than any that tim-trace writes."""
         if not self.is_local:  # a single request, without querying the file's size first
             content = self.read_range(relative, 0, MAX_BYTES + 1)
             size = len(content)
@@ -222,12 +218,12 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """S3 and compatible stores list the MD5 of small files as their ETag."""
+        """S3 and compatible stores list small files' MD5 as their ETag."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """Return when a file last changed, in seconds since 1970; None if unknown."""
+        """Return when a file last changed (Unix time), or None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):
@@ -235,17 +231,16 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the sizes in bytes of finished files directly in a folder, by name; empty if the folder is missing."""
+        """Return finished files directly in a folder: sizes in bytes by name. Empty if the folder is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of finished folders directly in a folder; empty if that folder is missing."""
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Return the folders of traces that were being replaced by this local trace, newest last."""
+        """Return folders left by interrupted replacements of this local trace, newest last."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -253,7 +248,7 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Return the writers whose files are being moved into the trace; their states are moved last."""
+        """Return writers whose files are being moved into the trace. Their states come last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
@@ -261,7 +256,6 @@ class Store:
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """Return the sizes in bytes of all finished files below a folder, by path. Does not follow links to folders."""
         found: dict[str, int] = {}
         if not self.is_local:  # one request lists the whole folder
             base = self.path(folder)
@@ -287,14 +281,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a link that points outside the trace; None for any other path, even if it is missing."""
+        """Return a link's target if it is outside the trace, or None."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Look for a link or `..` in a path below the trace, ten times faster than by resolving the path."""
+        """Look for a link or `..` in a path. Ten times faster than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -303,7 +297,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield each entry's name, its size in bytes, and True if it is a folder."""
+        """Yield each entry's name, size in bytes, and True if it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
@@ -319,7 +313,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """For a link to a file, yields the target's size; skips links to folders."""
+        """Links to files have the target's size. Links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -337,7 +331,6 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json. Raises an error if the folder is not a trace, or if this release cannot read it."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -366,11 +359,7 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; also return a sentence for each one that cannot be read.
-
-        Pass `manifest` if it has already been read. `known_state` is `Index.state`, which returns states that have not
-        changed since they were indexed.
-        """
+        """Read every writer's state. Also returns a sentence for each unreadable one."""
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
         known: dict[str, WriterState | None] = {}
@@ -395,7 +384,7 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read the states of a local trace's writers with these name prefixes, skipping unreadable ones.
+        """Read local writer states with these name prefixes, skipping unreadable ones.
 
         No other file is accessed, since every rank calls this at startup on a shared file system.
         """
@@ -420,7 +409,7 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """Read regular files of a local folder, which is checked for links once rather than per file."""
+        """Read regular files in a local folder, checking for links once rather than per file."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -471,14 +460,13 @@ class Store:
 
 
 def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
-    """Return the error for a file that cannot be read. An unreachable file system does not count as damage."""
+    """Return the error for an unreadable file. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` * `size` bytes exceed the machine's memory, else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 

@@ -1,7 +1,4 @@
-"""Upload a trace to object storage: each file once, then the writers' states that list them, and the manifest last.
-
-A recording to a URL is uploaded from the user's cache folder.
-"""
+"""Upload a trace to object storage: data files first, then the writer states that list them, and the manifest last."""
 
 from __future__ import annotations
 
@@ -41,16 +38,13 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Size of each uploaded file, or hash of each uploaded writer's state, by path in the trace."""
+        """Size of each uploaded file, or hash of each uploaded writer state, by path."""
         self._num_indexed = 0
         self.num_bytes = 0
-        """Bytes uploaded so far, including parts of files in progress."""
+        """Bytes uploaded so far, including files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True if the URL holds some of this run's `files` and nothing else, as after an interrupted upload.
-
-        Raises TraceExists if it holds any other file, and StorageError if it cannot be reached.
-        """
+        """Return True after an interrupted upload of these `files`. Raises TraceExists if the URL holds others."""
         try:
             found = self._store.filesystem.find(self._store.root)
         except FileNotFoundError:
@@ -62,10 +56,7 @@ class Upload:
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Upload new finished files, and then the states that list them.
-
-        A segment is uploaded once all its journals are sealed. Raises StorageError after `tries` attempts at one file.
-        """
+        """Upload new finished files, and then the states that list them. Unsealed segments wait."""
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
         left_out = {MANIFEST}
@@ -106,13 +97,10 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True once the number of files has grown by the factor _GROWTH since the last index, which limits the cost of
-        indexing.
-        """
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all files but `names` from a folder at the URL; they were left by killed processes."""
+        """Remove all other files from a remote folder. They were left by killed processes."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -151,7 +139,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Remove journals and partly sealed files from a writer's state; also return the paths of those files."""
+    """Remove journals and partly sealed files from a writer's state. Also returns those files' paths."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()
@@ -164,7 +152,6 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
 
 
 _QUIET_S = 5.0
-"""Duration of the final upload after which a message is printed."""
 
 
 def cache_folder(url: str) -> Path:
@@ -173,14 +160,12 @@ def cache_folder(url: str) -> Path:
 
 
 def forget(folder: str | os.PathLike[str], url: str) -> None:
-    """Remove an uploaded folder if it is this URL's cache folder."""
     if Path(folder).resolve() == cache_folder(url).resolve():
         shutil.rmtree(cache_folder(url).parent, ignore_errors=True)
 
 
 class Sender:
     def __init__(self, url: str, *, max_wait: float = MAX_WAIT_S):
-        """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording."""
         self.url, self._max_wait = url, max_wait
         self.folder = cache_folder(url)
         if self.folder.exists():
@@ -199,7 +184,6 @@ class Sender:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Upload sealed files about once a minute on a separate thread. A failure is reported once and retried."""
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each failed request would print a traceback
         worker = self._worker(idle=self._send_sealed, idle_s=HEARTBEAT_S)
         try:
@@ -234,10 +218,6 @@ class Sender:
             self._has_failed = True
 
     def finish(self) -> None:
-        """Upload the remaining files, and remove the cache folder.
-
-        If the upload fails, or makes no progress for `max_wait` seconds, the folder is kept and StorageError is raised.
-        """
         error: BaseException | None = None
         if not self._is_stuck:
             worker = self._worker()

@@ -1,5 +1,3 @@
-"""Read a trace's finished files, verifying every byte against a checksum first."""
-
 from __future__ import annotations
 
 import threading
@@ -15,28 +13,27 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Size of each process's cache of blocks from object storage. Consecutive reads are often adjacent."""
+"""Size of each process's block cache for object storage. Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
-"""Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
+"""Bytes that Arrow reads at a file's end to find the footer. DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
+"""Requests for exact ranges in a remote file. Later requests read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
-"""Reads of the same file up to this size run one at a time."""
+"""Reads up to this size on the same file run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Maximum size of a read whose blocks are cached."""
+"""Larger reads are not cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
     blocks: bytes
-    """One checksum per block, DIGEST_BYTES each."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Number of bytes at the file's end that do not belong to any block."""
+    """Bytes at the file's end that do not belong to any block."""
     tail_hash: str = ""
     tail: bytes | None = None
-    """Content of the tail, if already read."""
+    """The tail's content, if already read."""
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
@@ -44,9 +41,9 @@ def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
 
 
 class VerifiedFile:
-    """Reads ranges of a file, and verifies each block once. Raises DamagedTrace for damaged bytes.
+    """Reads file ranges and verifies each block once. Raises DamagedTrace for damaged bytes.
 
-    `checksums` may be a function that reads them from the file's end when they are needed.
+    `checksums` may be a function that reads them from the file's end when needed.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class VerifiedFile:
         )
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop), or up to the end of a shorter file."""
         self._load_checksums()
         start, stop = min(start, self.num_bytes), min(stop, self.num_bytes)
         try:
@@ -118,8 +114,7 @@ class VerifiedFile:
     def read_shown(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
 
-        Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
-        offset from the start. The gap absorbs the extra bytes, so that they cost no request.
+        Parquet readers request more than the footer. The gap absorbs these extra bytes, so that they cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -129,7 +124,6 @@ class VerifiedFile:
         return before + bytes(zeros) + tail
 
     def verify(self) -> str:
-        """Read the whole file and return its XXH3-128 in hexadecimal. Raises DamagedTrace."""
         self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
@@ -183,10 +177,7 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum size of the next request.
-
-        It grows with each request, because a scan of one column reads a little of every row group.
-        """
+        """Return a minimum request size that grows, because scanning one column reads a little from every row group."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -253,7 +244,7 @@ _block_cache = _BlockCache()
 
 
 class FileCursor(threading.local):
-    """Presents a VerifiedFile as a file to DuckDB and Arrow; each of their threads has its own position."""
+    """Presents a VerifiedFile as a file to DuckDB and Arrow. Each thread has its own position."""
 
     def __init__(self, file: VerifiedFile):
         self._file = file

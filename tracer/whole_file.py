@@ -17,23 +17,21 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Maximum age of a temporary state file that is kept; its writer moves it into place within this time."""
+"""Keep temporary state files up to this age. Their writers may be about to move them into place."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no reader ever finds it incomplete."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_part(folder: Path, relative: str, content: bytes) -> None:
-    """Like `write_whole`, but for a file inside a trace. Raises FileNotFoundError if the trace was removed."""
     with trace_file(folder, relative) as temporary:
         temporary.write_bytes(content)
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists; return True if this process wrote it."""
+    """Write a file unless it exists. Returns True if this process wrote it."""
     temporary = _beside(path)
     temporary.write_bytes(content)
     try:
@@ -62,10 +60,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """Like `whole_file`, but for a file inside a trace.
-
-    Raises FileNotFoundError if the trace was removed, and StorageError if a folder on the path is a link.
-    """
+    """Like `whole_file`, but for a file in a trace. Raises FileNotFoundError if the trace was removed."""
     check_there(folder)
     check_inside(folder, relative)
     with whole_file(folder / relative) as temporary:
@@ -74,7 +69,6 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield a temporary path in a folder of a trace. The caller moves the file to a name derived from its content."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
@@ -91,7 +85,6 @@ def check_there(folder: Path) -> None:
 
 
 def check_inside(folder: Path, relative: str) -> None:
-    """Raise StorageError if a folder on the path to a trace's file is a symbolic link."""
     place = folder
     for name in Path(relative).parent.parts:
         place = place / name
@@ -113,7 +106,6 @@ def _is_link(place: Path) -> StorageError:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,11 +114,7 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files of killed writers. Call this only if no writer of the trace is alive.
-
-    Traces that are being written or replaced are kept. So are recent state files, because their writers may be about to
-    move them into place.
-    """
+    """Remove killed writers' temporary files. Call this only if no writer is alive."""
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
         if is_left and is_temporary(path.name) and not path.relative_to(folder).parts[0].startswith(WHOLE_TRACES):
@@ -152,12 +140,12 @@ def _remove(path: Path) -> None:
 
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Lock file in folders that cannot be locked themselves, e.g. on NFS. Its prefix makes readers ignore it."""
+"""Lock file for folders that cannot be locked themselves (NFS). Its prefix makes readers ignore it."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, waiting for other processes first; if locks are not supported, warn and continue.
+    """Lock a folder for this block, waiting for other processes. If locks are not supported, warn and continue.
 
     Yields False if the previous holder removed the folder. Raises FileNotFoundError if it was missing from the start.
     """
@@ -177,7 +165,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds a folder's lock (see `alone`); False if the file system has no locks."""
+    """Return True if a process holds a folder's lock. Always False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)

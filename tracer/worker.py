@@ -1,5 +1,3 @@
-"""A thread that runs tasks from a bounded queue."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,13 +18,13 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""Fixed cost of a task, expressed in bytes."""
+"""Fixed cost per task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant with which older tasks lose weight in the estimated throughput, in seconds of work."""
+"""Time constant for the throughput average, in seconds of work."""
 _FIRST_PACE = 64 << 20
-"""Throughput assumed before any task has finished, in bytes per second."""
+"""Assumed throughput (bytes per second) before any task has finished."""
 _SHARE = 0.75
-"""Share of the maximum wait that queued work may take. The rest is a margin, because task durations vary."""
+"""Fraction of the maximum wait that queued work may take. Task durations vary."""
 _LOOKS_EVERY_S = 0.01
 """How often a waiting caller checks `is_behind`."""
 
@@ -34,12 +32,9 @@ _LOOKS_EVERY_S = 0.01
 class Worker:
     """Runs tasks in order on a separate thread.
 
-    The queue holds at most `max_bytes` of task data, and no more than can be processed in `max_wait_s` at the recent
-    pace. Callers wait while the queue is full, while its first task is older than `max_wait_s`, or while `is_behind`
-    returns True; `patience` adds up their waits. Nothing is dropped. If a task raises, the remaining tasks are
-    discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
-
-    Methods that wait raise StorageStalled when `patience` runs out.
+    The queue holds at most `max_bytes`, and no more than fits into `max_wait_s` at the recent pace. Callers wait while
+    it is full or `is_behind` returns True, and `patience` adds up their waits. If a task raises, the remaining tasks
+    are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
     """
 
     def __init__(
@@ -66,11 +61,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task as soon as there is room. A task larger than the queue is queued alone.
-
-        `ready` waits, on the worker's thread, for the device that computes the task's data. This wait does not count as
-        disk time.
-        """
+        """Queue a task. `ready` waits for a device on the worker's thread, which does not count as disk time."""
         with self._changed:
             if self._full(num_bytes):
                 self._wait(
@@ -92,7 +83,7 @@ class Worker:
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Values that change while the worker's thread makes progress: the number of finished tasks, and CPU times."""
+        """Values that change while the thread makes progress: finished tasks and CPU times."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
         # schedstat is in nanoseconds, but some kernels lack it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
@@ -101,12 +92,10 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait. With `signs`, give up if they stop changing."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Call a function on the worker's thread, and return its result or raise its error. Gives up if it stalls."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -201,7 +190,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Call a function on its own thread. Raises StorageStalled; a result that comes too late is passed to `late`."""
+    """Call a function on its own thread. After a StorageStalled, a late result is passed to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

@@ -30,15 +30,15 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Size of queued data above which the training thread waits."""
+"""Training waits while more than this is queued."""
 QUEUE_S = 1.0
-"""Age of queued data above which the training thread waits."""
+"""Training waits while queued data is older than this."""
 RESERVE_BYTES = 64 << 10
 """Disk space set aside so that a full disk can still be reported in the writer's state."""
 
 
 class Part(StrEnum):
-    """Optional parts of a recording. An error in one of them ends only that part."""
+    """Optional parts of a recording. An error in one ends only that part."""
 
     METRICS = "metrics"
     OPTIMIZER = "optimizer statistics"
@@ -54,21 +54,15 @@ class Part(StrEnum):
 class TraceWriter:
     """Writes to a trace from its own thread, and lists every finished file in its state.
 
-    Disk errors and bugs end the recording, not the training: they are reported on stderr, the writer's state becomes
-    `failed`, and later records are discarded. The same happens if the file system does not respond for `max_wait_s`;
-    the thread is then abandoned.
+    Disk errors and bugs end the recording, not the training: they are reported on stderr, the state becomes `failed`,
+    and later records are discarded. If the file system does not respond for `max_wait_s`, the thread is abandoned too.
     """
 
     def __init__(
         self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
     ):  # fmt: skip
-        """`attempt` is None outside training.
-
-        Without `journals`, as for imports, nothing survives if the process is killed: the folder becomes a trace only
-        at the end. The state is then saved only at the start and the end, without library versions, and `check` raises
-        the error that stopped the writer.
-        """
+        """If `journals` is False (imports), nothing survives a killed process."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -104,11 +98,10 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """True while queued tasks will still run."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Queue a task for the writing thread, to run after `ready`. Raises the InvalidRecord of an earlier task."""
+        """Queue a task for the writing thread, to run after `ready`. Raises the InvalidRecord from an earlier task."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"
@@ -124,10 +117,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records `part`, or return None if that part has ended.
-
-        An error ends the part, except InvalidRecord, which is raised.
-        """
+        """Call a function that records `part`, or return None if that part has ended. An error ends it."""
         if part in self._ended_parts:
             return None
         try:
@@ -140,7 +130,6 @@ class TraceWriter:
         return None
 
     def end(self, part: Part, error: BaseException) -> None:
-        """End one part of the recording, and report that once."""
         if part in self._ended_parts:
             return
         self._ended_parts.add(part)
@@ -149,7 +138,6 @@ class TraceWriter:
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """List something in the state as not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
@@ -168,7 +156,6 @@ class TraceWriter:
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Record a version's state_dict once. Raises InvalidRecord for unsupported dtypes."""
         if self.is_open:
             self.part(Part.WEIGHTS, self._keep_weights, version, tensors)
 
@@ -197,11 +184,7 @@ class TraceWriter:
         self.account(account, saves=False)
 
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
-        """Wait until everything submitted is written; with `sync`, until it is on disk.
-
-        Without `weights`, weight versions may still be queued. If recording has stopped, prints that again and returns
-        False. Raises InvalidRecord if a task found contradictory values.
-        """
+        """Wait until everything submitted is written. Returns False if recording has stopped."""
         with self._bounded():
             if weights and self._weights is not None:
                 self._weights.drain()
@@ -215,11 +198,7 @@ class TraceWriter:
         self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
         ended: str | None = None, saves: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
-        """List `files` in the state, add the journal `begun`, and drop the journal `ended`, which has been sealed.
-
-        Without `saves`, the state is saved only with the next journal or segment. With `sync`, the files are flushed to
-        disk.
-        """
+        """List `files` and the journal `begun` in the state, and drop the sealed journal `ended`."""
         with self._saving:
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
@@ -235,16 +214,14 @@ class TraceWriter:
             write_part(self.folder, f"{WRITERS}/{self.name}.json", self.state.to_json().encode())
 
     def stop(self, error: BaseException) -> None:
-        """End recording because of an error outside the writing thread."""
         with self._bounded():
             self._worker.submit(lambda: self._fail(error), 0)
 
     def close(self, *, at_exit: bool = False) -> bool:
-        """Write and seal queued records, and mark the writer closed; does nothing in a forked child.
+        """Write and seal queued records, and mark the writer closed. No effect in a forked child.
 
-        At interpreter exit, distributions stay in the journal, because Zarr can no longer start threads. They can be
-        read from there, and `tim-trace record` seals them. Waits as long as writing makes progress. If recording has
-        stopped, prints that again and returns False.
+        At interpreter exit, distributions stay in the journal, because Zarr can no longer start threads. Returns False
+        if recording has stopped.
         """
         if self.state.pid != os.getpid():
             return True
@@ -316,7 +293,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """Called on the writing thread: report the error, mark the trace, and discard later records."""
+        """Called on the writing thread: report the error and discard later records."""
         if not self.is_open:
             return
         self._failure = error
@@ -333,7 +310,6 @@ class TraceWriter:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """Called on the thread whose wait timed out: end the recording, and abandon running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -343,7 +319,6 @@ class TraceWriter:
         self._save_beside()
 
     def _finish_abandoned(self) -> None:
-        """Called if the file system responds again."""
         self.segments.abandon()
         self._end()
 
@@ -352,8 +327,6 @@ class TraceWriter:
         say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
 
     def _save_beside(self) -> None:
-        """Save the state on a separate thread, which may wait indefinitely."""
-
         def save() -> None:
             with contextlib.suppress(OSError):
                 self.save_state()
