@@ -26,7 +26,7 @@ BEYOND = 1.0
 """Largest error that rounding can explain, in units of the rounding bound."""
 FORMAT = 1
 _WHAT = "a locate result"
-_AGAIN = "run locate again, or delete the file"
+_AGAIN = "Run locate again, or delete the file"
 _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 
@@ -235,7 +235,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     values["found"]["products"] = [[*operator, own] for operator, own in found.products.items()]
     content = to_document(values).encode()
     if len(content) > MAX_BYTES:
-        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}; locate fewer sequences")
+        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}. Locate fewer sequences")
     write_part(Path(store.root), kept.relative, content)
     return kept.relative
 
@@ -244,20 +244,20 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} of a newer release. This release reads up to format {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
         # JSON has no NaN and no infinities, so they are stored as strings.
         kept = msgspec.convert(values, KeptResult, strict=False)
     except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error
+        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}). Run locate again") from error
     if kept.id != result:
-        raise DamagedTrace(f"{where}: belongs to result {kept.id}; {_AGAIN}")
+        raise DamagedTrace(f"{where}: belongs to result {kept.id}. {_AGAIN}")
     if kept.run_id != store.manifest().run_id:
-        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one; delete it")
+        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one. Delete it")
     if not _is_possible(kept.found):
-        raise DamagedTrace(f"{where}: contains values that locate does not write; {_AGAIN}")
+        raise DamagedTrace(f"{where}: contains values that locate does not write. {_AGAIN}")
     return kept
 
 

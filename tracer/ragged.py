@@ -153,7 +153,7 @@ def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None,
         return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
-            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both the same way, or "
+            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}. Pad both the same way, or "
             "pass this batch's own attention mask"
         )
     return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
@@ -197,7 +197,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a list as an array and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
-        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Give B lists, one per sequence")
     valid = None
     # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
     if isinstance(row, (list, tuple)) and _has_none(row):
@@ -207,7 +207,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         row = [0.0 if item is None else item for item in row]
     array = _cells(row, f"{what}: row {index}", dtype)
     if array.ndim != 1:
-        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}; give a flat list: {shown(row)}")
+        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Give a flat list: {shown(row)}")
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_expected_values(dtype)}")
     return array, valid
@@ -237,8 +237,8 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
-            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}); "
-            "give integers"
+            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}). "
+            "Give integers"
         )
     try:
         return to_numpy(data)

@@ -191,7 +191,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] mask: True for sequences selected for capture, the same in every process and run."""
+        """Return a [B] mask of sequences selected for capture. It is the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -271,7 +271,7 @@ class Recorder:
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
-                f"step {step}, response_ids: has no sequences; skip this call for a step without sequences"
+                f"step {step}, response_ids: has no sequences. Skip this call for a step without sequences"
             )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
@@ -377,7 +377,7 @@ class Recorder:
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: computing logits from hidden states needs the scoring weights; give "
+                f"{what}, distribution: computing logits from hidden states needs the scoring weights. Give "
                 "policy_version"
             )
         staged = Staged(
@@ -537,7 +537,7 @@ class Recorder:
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
-                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding; give "
+                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding. Give "
                 "logprobs as a tensor or array [B, T] with the mask, or lists without it"
             )
         padding = batch.padding(chosen)
@@ -568,7 +568,7 @@ class Recorder:
         lengths = batch.whole_lengths(chosen)
         if lengths is None:
             raise InvalidRecord(
-                f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so pass prompt_ids to "
+                f"{what}: the sequences have no prompt_ids. Routing covers prompt tokens too, so pass prompt_ids to "
                 "add_sequences"
             )
         check_routing(Routing(**given), int(lengths.sum()), what)
@@ -579,7 +579,7 @@ class Recorder:
         known = self._routed.setdefault(pass_name, kind)
         if known != kind:
             raise InvalidRecord(
-                f"{what}: has {kind}, but earlier batches had {known}; shape and dtypes must not change within a pass"
+                f"{what}: has {kind}, but earlier batches had {known}. Shape and dtypes must not change within a pass"
             )
         return arrays
 
@@ -644,7 +644,7 @@ class Recorder:
         except InvalidRecord as error:
             raise InvalidRecord(f"{error} [in an earlier call; this call recorded nothing, so repeat it]") from error
         if self._checks_logprobs and self.writer.state.state == CLOSED:
-            raise InvalidRecord(f"{self.folder}: the recorder is closed; open a new one")
+            raise InvalidRecord(f"{self.folder}: the recorder is closed. Open a new one")
 
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:
@@ -665,13 +665,13 @@ class Recorder:
             )
 
 
-_STEP_DECREASES = "steps must not decrease; open a new recorder for a resumed run"
+_STEP_DECREASES = "steps must not decrease. Open a new recorder for a resumed run"
 
 
 def _unmasked(batch: Batch) -> str:
     return (
         f"response_ids were {batch.width_without_mask} wide without response_attention_mask, so every cell counts as a "
-        f"token; pass that mask to add_sequences, or lists without padding"
+        f"token. Pass that mask to add_sequences, or lists without padding"
     )
 
 
@@ -686,7 +686,7 @@ def _refuse_taken(folder: Path, path: Any) -> None:
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
-            f"{path}: contains a finished trace (the writer for rank {rank} is closed); choose another folder, replace "
+            f"{path}: contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
             f"it with "
             "force=True, or continue it with resume=True"
         )
@@ -696,6 +696,6 @@ def _refuse_taken(folder: Path, path: Any) -> None:
             continue
         who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
-            raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
+            raise TraceExists(f"{who}. Give each process its own RANK, choose another folder, or end that process")
+        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago. This process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

@@ -45,7 +45,7 @@ class Forward:
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
                 raise InvalidRecord(
-                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}; give one integer for each of the "
+                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}. Give one integer for each of the "
                     f"{rows} rows"
                 )
 
@@ -154,7 +154,7 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
     row = int(np.searchsorted(logprobs.offsets, token, side="right")) - 1
     raise InvalidRecord(
         f"step {step}, sequence {seq_ids[row]!r}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
-        f"token {token - int(logprobs.offsets[row])}; a log-probability is at most 0. Pass log-probabilities (natural "
+        f"token {token - int(logprobs.offsets[row])}. A log-probability is at most 0. Pass log-probabilities (natural "
         "log), not probabilities or logits"
     )
 
