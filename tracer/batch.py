@@ -15,7 +15,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """Sequences from one `add_sequences` call, in the same order. Pass it to `add_scores`."""
+    """Sequences from one `add_sequences` call. Pass it to `add_scores`."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
@@ -100,7 +100,7 @@ class Batch:
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(
                 f"step {self.step}, sequence {self.seq_ids[row]!r}: pass {pass_name!r} has already scored it. A pass "
-                f"scores each sequence once, except {CURRENT!r}, which may score it once per inner iteration"
+                f"scores each sequence once, except {CURRENT!r} (once per inner iteration)"
             )
         counts[rows] += 1
         return iteration
@@ -131,7 +131,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
+"""Minimum run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
 MIN_LONGEST_RUN = 4
 """Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25
@@ -144,7 +144,7 @@ Warn = Callable[[str, str], None]
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
     """Return the padding given by a mask, or None without a mask. Warns if unmasked ids look padded.
 
-    `side` is `response` or `prompt`. `warn` is None for framework data, which may have empty rows.
+    `side` is `response` or `prompt`. `warn` is None for framework data, where rows may be empty.
     """
     name = f"{side}_attention_mask"
     if mask is None:

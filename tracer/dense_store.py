@@ -152,7 +152,6 @@ class _Array:
 
 class _Chunks(NamedTuple):
     num_bytes: int
-    """Uncompressed size."""
     num_in_shard: int | None
     """Chunks per shard (file), or None if each chunk has its own file."""
     are_compressed: bool

@@ -27,7 +27,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata key for the blocks' 8-byte XXH3-64 checksums, in base64."""
+"""Metadata key for the blocks' 8-byte XXH3-64 checksums (base64)."""
 BLOCK_SIZE = b"tim-trace block bytes"
 """Metadata key for the block size in bytes (256 KiB by default)."""
 IDENTITY = b"tim-trace file"
@@ -56,7 +56,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Set when the file is closed, without a step range."""
+        """Set when the file is closed. Has no step range."""
 
     def write(self, part: pa.Table) -> None:
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))

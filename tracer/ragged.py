@@ -169,7 +169,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         arrays.append(array)
         flags.append(valid)
     lengths = np.array([len(array) for array in arrays], np.int64)
-    # An empty list has NumPy's default dtype, which must not affect the dtype of the result.
+    # Empty lists have NumPy's default dtype. It must not affect the result.
     filled = [array for array in arrays if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
@@ -199,7 +199,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Give B lists, one per sequence")
     valid = None
-    # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
+    # NumPy would read None as NaN, but here only None means "not recorded".
     if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
         if dtype.kind != "f":
@@ -265,7 +265,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Mark values in `values` that `out` cannot represent, or return None if a quick check finds none."""
+    """Return a mask of values that `out` cannot represent, or None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

@@ -172,10 +172,10 @@ class Recorder:
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far would survive `kill -9` or, with `sync`, a power failure.
 
-        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every
-        file, which takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
+        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every file
+        and takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
 
-        Returns False, with a message on stderr, if recording has stopped. Raises InvalidRecord for invalid device
+        If recording has stopped, prints a message on stderr and returns False. Raises InvalidRecord for invalid device
         tensors in earlier calls.
         """
         return self.writer.flush(sync=sync, weights=weights)
@@ -212,7 +212,7 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace, for showing tokens as text. Only the first one is saved."""
+        """Save a transformers tokenizer in the trace to show tokens as text. Only the first one is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
@@ -387,7 +387,7 @@ class Recorder:
         )  # fmt: skip
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
-        # A contract describes training; evaluation has no dropout and may use other engine settings.
+        # A contract describes training. Evaluation has no dropout and may use other engine settings.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
         contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
@@ -471,7 +471,7 @@ class Recorder:
         """Record this step's update size relative to the weights, and the mean second moment.
 
         Call it after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. It only reads the optimizer's
-        state. See tracer.optimizer.optimizer_statistics for the metrics, which `dynamics` uses.
+        state. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -660,8 +660,8 @@ class Recorder:
         if change > 0.0:
             self._warn_once(
                 pass_name,
-                f"float64 logprobs of pass {pass_name!r} are stored as float32, with a rounding error of up to "
-                f"{change:.1e} nats",
+                f"float64 logprobs of pass {pass_name!r} are stored as float32 (rounding error up to "
+                f"{change:.1e} nats)",
             )
 
 

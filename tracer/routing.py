@@ -1,4 +1,4 @@
-"""Mixture-of-experts routing: the experts selected for each token, in slot order, and their weights.
+"""Mixture-of-experts routing: the experts selected for each token and their weights.
 
 Shapes: N tokens, L layers with a router, S slots, C cells in one forward pass (B * W), B rows, W width.
 """

@@ -63,7 +63,7 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Bytes to read from each unsealed journal, by segment and table."""
+"""Bytes to read from each unsealed journal."""
 Examined = dict[str, TableFile]
 """Readable sealed files by path. They never change."""
 
@@ -82,14 +82,14 @@ class Snapshot:
     ignored: list[str] = field(default_factory=list)
     """One sentence per file that does not belong to the trace."""
     torn_bytes: int = 0
-    """Total size of incomplete records at the ends of journals."""
+    """Total size of incomplete records at journal ends."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache for `_lacking_columns`, by table and id() of an indexed schema."""
+    """Cache for `_lacking_columns`. Keys are a table and an indexed schema's id()."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state, perhaps because it changed after it was read."""
+    """Writers that do not match their files, perhaps because their state has since changed."""
 
     @property
     def is_live(self) -> bool:
@@ -139,7 +139,7 @@ def _read_all(snapshot: Snapshot) -> None:
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
-    # List journals first: anything sealed afterwards is found below, as Parquet.
+    # List journals first. Anything sealed afterwards is found below.
     journals = _journals_of_one_moment(store)
     lost: dict[str, list[str]] = {}
     for table in TABLES:
@@ -151,7 +151,7 @@ def _read_all(snapshot: Snapshot) -> None:
             continue
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
-            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
+            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so this writer's files cannot be verified: "
             f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results. Restore the state from a backup, "
             "or remove these files"
         )
@@ -287,9 +287,7 @@ def _read_checksums(
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record)
     if _lacking_columns(footer.schema, spec, where) != lacking:
-        raise DamagedTrace(
-            f"{where}: its columns differ from the index, which is only a cache. Remove the folder {INDEX}"
-        )
+        raise DamagedTrace(f"{where}: its columns differ from the cached index. Remove the folder {INDEX}")
     return footer.checksums(where, keeps_tail=not store.is_local)
 
 
@@ -316,7 +314,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
         raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}. {_RESTORE}")
     wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
     if wrong:
-        raise DamagedTrace(f"{where}: has columns of unexpected types: {', '.join(wrong)}. {_RESTORE}")
+        raise DamagedTrace(f"{where}: unexpected column types: {', '.join(wrong)}. {_RESTORE}")
     return lacking
 
 
@@ -351,9 +349,7 @@ def _journal_rows(
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
     if None in completed:
-        snapshot.damaged.append(
-            f"{where}: contains records with a different schema, which are ignored. Remove the file"
-        )
+        snapshot.damaged.append(f"{where}: ignored records with a different schema. Remove the file")
     if content.damage is not None:
         snapshot.damaged.append(f"{where}: {content.damage}. Everything after it is excluded from results. {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)

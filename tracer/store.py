@@ -109,7 +109,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Name of the folder and of the run. Bytes that are not UTF-8 are replaced, since tables need UTF-8."""
+        """Folder and run name. Bytes that are not UTF-8 are replaced because tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
@@ -208,7 +208,7 @@ class Store:
         else:
             size = self.file_size(relative)
         if size > MAX_BYTES:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a JSON file of a trace")
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a trace's JSON file")
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
@@ -248,7 +248,7 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Return writers whose files are being moved into the trace. Their states come last."""
+        """Return writers with files being moved into the trace. Their states come last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 

@@ -38,7 +38,7 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Size of each uploaded file, or hash of each uploaded writer state, by path."""
+        """Uploaded file sizes and writer state hashes by path."""
         self._num_indexed = 0
         self.num_bytes = 0
         """Bytes uploaded so far, including files in progress."""

@@ -13,7 +13,7 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Size of each process's block cache for object storage. Consecutive reads are often adjacent."""
+"""Block cache size per process for object storage. Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Bytes that Arrow reads at a file's end to find the footer. DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
@@ -112,7 +112,7 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
+        """Read bytes [start, stop) as FileCursor shows them: zeros fill a gap before a tail in memory.
 
         Parquet readers request more than the footer. The gap absorbs these extra bytes, so that they cost no request.
         """

@@ -101,7 +101,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Queue a task for the writing thread, to run after `ready`. Raises the InvalidRecord from an earlier task."""
+        """Queue a task for the writing thread. Raises an earlier task's InvalidRecord."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}. Open a recorder in this process ({os.getpid()})"
