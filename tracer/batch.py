@@ -15,7 +15,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """Sequences from one `add_sequences` call, in the same order. Pass it to `add_scores`."""
+    """Sequences from one `add_sequences` call. Pass it to `add_scores`."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
@@ -48,12 +48,12 @@ class Batch:
     def check(self, folder: Path) -> None:
         if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
-                f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes to {folder}; "
-                "add its scores with the recorder that returned the batch"
+                f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes to {folder}. "
+                "Add its scores with the recorder that returned the batch"
             )
         if self.refusal is not None:
             raise InvalidRecord(
-                f"step {self.step}: this batch was rejected ({self.refusal}); fix the add_sequences call, and add the "
+                f"step {self.step}: this batch was rejected ({self.refusal}). Fix the add_sequences call, and add the "
                 "scores to the batch that it returns"
             )
 
@@ -87,7 +87,7 @@ class Batch:
         strangers = np.setdiff1d(numbers, scored)
         if len(strangers):
             raise InvalidRecord(
-                f"step {self.step}, captured_rows: row {strangers[0]} is not among the scored rows; give its "
+                f"step {self.step}, captured_rows: row {strangers[0]} is not among the scored rows. Give its "
                 "logprobs in the same call"
             )
         return numbers
@@ -99,8 +99,8 @@ class Batch:
         if pass_name != CURRENT and iteration.any():
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(
-                f"step {self.step}, sequence {self.seq_ids[row]!r}: pass {pass_name!r} has already scored it; a pass "
-                f"scores each sequence once, except {CURRENT!r}, which may score it once per inner iteration"
+                f"step {self.step}, sequence {self.seq_ids[row]!r}: pass {pass_name!r} has already scored it. A pass "
+                f"scores each sequence once, except {CURRENT!r} (once per inner iteration)"
             )
         counts[rows] += 1
         return iteration
@@ -120,7 +120,9 @@ class SequenceNames:
         known = by_step.get(step, set())
         if len(set(names)) != len(names) or not known.isdisjoint(names):
             name = next(name for row, name in enumerate(names) if name in known or name in names[:row])
-            raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; seq_id must be unique within a step")
+            raise InvalidRecord(
+                f"step {step}, sequence {name!r}: occurs twice. Each seq_id must be unique within a step"
+            )
         known.update(names)
         by_step[step] = known
         self.known, self.step = by_step, step
@@ -129,7 +131,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
+"""Minimum run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
 MIN_LONGEST_RUN = 4
 """Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25
@@ -142,7 +144,7 @@ Warn = Callable[[str, str], None]
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
     """Return the padding given by a mask, or None without a mask. Warns if unmasked ids look padded.
 
-    `side` is `response` or `prompt`. `warn` is None for framework data, which may have empty rows.
+    `side` is `response` or `prompt`. `warn` is None for framework data, where rows may be empty.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -153,18 +155,18 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
     if not is_padded(ids):
         came = "not given" if ids is None else "given as lists, which have no padding"
         raise InvalidRecord(
-            f"{where}, {name}: {side}_ids were {came}; give {side}_ids as a tensor or array [B, T] with the mask, "
+            f"{where}, {name}: {side}_ids were {came}. Give {side}_ids as a tensor or array [B, T] with the mask, "
             "or as lists without the mask"
         )
     padding = Padding.of(mask, f"{where}, {name}")
     empty = np.flatnonzero(padding.lengths == 0)
     if warn and padding.width and len(empty):
         if len(empty) == len(padding.lengths):
-            raise InvalidRecord(f"{where}, {name}: contains only 0, so no row has a token; give 1 for each token")
+            raise InvalidRecord(f"{where}, {name}: contains only 0, so no row has a token. Give 1 for each token")
         warn(
             f"{name} of empty rows",
             f"{where}, {name}: row {empty[0]} contains only 0 ({len(empty)} of {len(padding.lengths)} rows do), so it "
-            f"is recorded without tokens; to exclude tokens from the loss, use response_mask instead",
+            f"is recorded without tokens. To exclude tokens from the loss, use response_mask instead",
         )
     return padding
 
@@ -187,7 +189,7 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
         if padded.mean() >= MIN_SHARE and longest >= MIN_LONGEST_RUN:
             return (
                 f"{what}: {padded.sum()} of {len(cells)} rows {side} with up to {longest} repeats of token {token}, "
-                f"which looks like padding; without {mask_name}, every cell is recorded as a token. Give that mask, or "
+                f"which looks like padding. Without {mask_name}, every cell is recorded as a token. Give that mask, or "
                 f"lists without padding"
             )
     return None

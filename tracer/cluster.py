@@ -56,7 +56,7 @@ class _Actor:
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
         if version != __version__:
             return ClusterFailed(
-                f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}; install "
+                f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}. Install "
                 f"the same version on every node (pip install 'tim-trace[ray]=={version}')"
             )
         import ray
@@ -151,7 +151,7 @@ def connected(address: str | None) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
             raise InvalidOption(
-                f"the cluster at {address!r} and this process have different versions ({_on_one_line(error)}); install "
+                f"the cluster at {address!r} and this process have different versions ({_on_one_line(error)}). Install "
                 f"the cluster's versions here",
                 option="ray",
             ) from error
@@ -219,7 +219,7 @@ class _Pool:
                 free = self._ray.available_resources().get("CPU", 0.0)
                 warnings.warn(
                     f"no actor has started for {held_up * LOOK_S:g} s: the cluster has {free:g} free CPUs and an "
-                    f"actor needs {self._num_cpus:g}; wait until other jobs end, or stop and run the command without "
+                    f"actor needs {self._num_cpus:g}. Wait until other jobs end, or stop and run the command without "
                     "a cluster",
                     TimTraceWarning,
                     stacklevel=2,
@@ -227,7 +227,7 @@ class _Pool:
             if empty >= PATIENCE:
                 raise ClusterFailed(
                     f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor "
-                    f"(largest node: {self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs); add a larger node"
+                    f"(largest node: {self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs). Add a larger node"
                     + (f", or request less with {option('gpus_per_arm', 'N')}" if self._num_gpus else "")
                 )
             for reference in ended:
@@ -242,7 +242,7 @@ class _Pool:
                         stillborn += 1
                         if stillborn >= TRIES:
                             raise ClusterFailed(
-                                f"{TRIES} actors died before they were ready ({_last_line(error)}); check that "
+                                f"{TRIES} actors died before they were ready ({_last_line(error)}). Check that "
                                 f"tim-trace {__version__} and everything the options refer to are installed on every "
                                 "node"
                             ) from error
@@ -251,7 +251,7 @@ class _Pool:
                         if deaths[unit] >= TRIES:
                             raise ClusterFailed(
                                 f"{TRIES} actors died while running the same unit "
-                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}); check whether a node ran out of "
+                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check whether a node ran out of "
                                 "memory"
                             ) from error
                         waiting.appendleft(unit)

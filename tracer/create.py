@@ -48,7 +48,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
                 put_back(folder)
                 raise
             if not is_first:  # without file locks, another process can create it first
-                raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
+                raise TraceExists(f"{path}: another process has just created a trace there. Use another folder")
         try:
             yield folder
         except BaseException:
@@ -117,7 +117,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Lock a trace's folder for this block. Folders created here are removed if the block raises."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file; give a new folder")
+        raise TraceExists(f"{path}: is a file. Give a new folder")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with ExitStack() as claim:
         with _explained(path):
@@ -148,7 +148,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
             ):
                 if not (folder / MANIFEST).exists():
                     raise TraceExists(
-                        f"{path}: exists but is not a trace, so it was left unchanged; choose another folder"
+                        f"{path}: exists but is not a trace, so it was left unchanged. Choose another folder"
                     )
             else:
                 write_once(folder / MANIFEST, manifest.to_json().encode())
@@ -168,11 +168,11 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
         pass
     except (OSError, DamagedTrace) as error:
         raise TraceExists(
-            f"{path}: exists but is not a trace, so it was left unchanged; choose another folder"
+            f"{path}: exists but is not a trace, so it was left unchanged. Choose another folder"
         ) from error
     if not force:
         raise TraceExists(
-            f"{path}: a trace already exists there; use another folder, or replace it with {option('force')}"
+            f"{path}: a trace already exists there. Use another folder, or replace it with {option('force')}"
         )
     refuse_live(store, path, "is not replaced")
     listed = tokenizer_files(store)
@@ -180,15 +180,15 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     if foreign:
         more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         raise TraceExists(
-            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and is not replaced; "
-            "move them away, or use another folder"
+            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and is not replaced. "
+            "Move them away, or use another folder"
         )
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
-            f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
+            f"{path}: another process is writing a trace there. Wait until it finishes, or use another folder"
         )
     if building is None:
         remove_unfinished(folder)
@@ -200,14 +200,14 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
         if liveness(state, store).is_alive:
             raise TraceExists(
                 f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a growing "
-                f"trace {what}; end that process, or use another folder"
+                f"trace {what}. End that process, or use another folder"
             )
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise StorageError(
-            f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
+            f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs. Record to a local folder and upload it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
     with _explained(path):  # raises if the working directory was removed
@@ -222,7 +222,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); use a folder with write permission"
+            f"{path}: cannot be written ({error.strerror or error}). Use a folder with write permission"
         ) from error
 
 

@@ -31,7 +31,7 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens at each position, in descending order."""
+    """The K most probable tokens at each position, most probable first."""
 
     token_ids: Any
     logprobs: Any

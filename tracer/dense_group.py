@@ -42,7 +42,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(
-            f"{group!r} is not a Zarr group of a trace; give a value from the column `dense` of `scores`"
+            f"{group!r} is not a Zarr group of a trace. Give a value from the column `dense` of `scores`"
         )
     check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would lead outside the trace
     if is_sealed(store, segment):
@@ -53,7 +53,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/, "
-        "or the folder was removed; restore it from a backup"
+        "or the folder was removed. Restore it from a backup"
     )
 
 
@@ -85,10 +85,10 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
         files = store.writer(segment.writer).files
     except FileNotFoundError as error:
         raise DamagedTrace(
-            f"{store.shown(where)}: its writer's state is missing; restore writers/ from a backup"
+            f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state; remove the folder")
+        raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state. Remove the folder")
     return files[where]
 
 
@@ -137,7 +137,7 @@ def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[B
                 yield _block({name: batch[name][row] for name in batch.schema.names}, segment)
             except (ValueError, TypeError, KeyError, AttributeError, InvalidRecord) as error:
                 raise DamagedTrace(
-                    f"{segment.journal(DENSE_TABLE)}: contains an invalid block ({first_line(error)}); remove the file"
+                    f"{segment.journal(DENSE_TABLE)}: contains an invalid block ({first_line(error)}). Remove the file"
                 ) from error
 
 

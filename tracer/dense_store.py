@@ -58,7 +58,7 @@ class SealedGroup:
         self.store, self.folder = store, segment.dense
         document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
         if whole_hash(document) != root.hash:
-            raise DamagedTrace(f"{where}: checksum mismatch; restore it from a backup")
+            raise DamagedTrace(f"{where}: checksum mismatch. Restore it from a backup")
         self._files = _listed_files(_json(document, where), where)
         self._open: dict[str, VerifiedFile] = {}
 
@@ -101,7 +101,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where}: is larger than any such file in a trace; restore it from a backup")
+            raise DamagedTrace(f"{where}: is larger than any such file in a trace. Restore it from a backup")
         return content
 
     def _shown(self, name: str) -> str:
@@ -146,13 +146,12 @@ class _Array:
         except Exception as error:  # zarr and its codecs raise all kinds of errors for invalid chunks
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
-                f"({first_line(error)}); restore the folder from a backup"
+                f"({first_line(error)}). Restore the folder from a backup"
             ) from error
 
 
 class _Chunks(NamedTuple):
     num_bytes: int
-    """Uncompressed size."""
     num_in_shard: int | None
     """Chunks per shard (file), or None if each chunk has its own file."""
     are_compressed: bool
@@ -230,9 +229,9 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not JSON ({first_line(error)}); restore it from a backup") from error
+        raise DamagedTrace(f"{where}: not JSON ({first_line(error)}). Restore it from a backup") from error
     if not isinstance(found, dict):
-        raise DamagedTrace(f"{where}: not a JSON object; restore it from a backup")
+        raise DamagedTrace(f"{where}: not a JSON object. Restore it from a backup")
     return found
 
 

@@ -30,7 +30,7 @@ NUMERIC_LIBRARIES = (
     "safetensors",
     "tokenizers",
 )
-"""Libraries whose version can affect a logprob. Every contract lists the installed versions."""
+"""Libraries that can affect a logprob. Every contract lists the installed versions."""
 
 
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")

@@ -31,7 +31,7 @@ MANY_FOOTERS = 1024
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum uncompressed index size. Larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Tables in the order in which footers are added until the index is full."""
+"""Tables in indexing order. Footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
@@ -54,7 +54,7 @@ class _Footer(msgspec.Struct, array_like=True):
 
 
 class KnownFile(msgspec.Struct, array_like=True):
-    """A file whose footer is not in the index."""
+    """A file without an indexed footer."""
 
     num_bytes: int
     schema: int

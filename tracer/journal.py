@@ -1,8 +1,8 @@
-"""The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
+"""The journal: a writer's unsealed records in Arrow IPC streams that survive a killed process.
 
 Any Arrow library can read the stream. Each message's metadata ends with a 32-byte trailer, stored in padding that the
-format allows: the 8 bytes `tim-jrnl`, the message body's length (int64, little-endian) and a checksum (big-endian). The
-checksum is XXH3-128 over the previous message's checksum (16 zero bytes at first) and this message without its own.
+format allows. It holds the 8 bytes `tim-jrnl`, the message body's length (int64, little-endian) and a checksum
+(big-endian): XXH3-128 over the previous message's checksum (16 zero bytes at first) and this message without its own.
 This chain detects missing, duplicated and reordered messages.
 """
 
@@ -40,7 +40,7 @@ BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes allowed in captured arrays, as named by NumPy and Zarr. bfloat16 is stored as uint16 bits."""
+"""dtypes allowed in captured arrays (NumPy's and Zarr's names). bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
 """Schema metadata key for the path where the journal was written."""

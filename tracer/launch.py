@@ -95,11 +95,11 @@ def record(
     """
     if not command:
         raise InvalidOption(
-            "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
+            "record: no command given. Write it after --, as in: tim-trace record -o RUN -- python train.py"
         )
     if resume and force:
         raise InvalidOption(
-            f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
+            f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it. Choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
     if weights not in WEIGHTS_CHOICES:
@@ -122,7 +122,7 @@ def record(
     elif is_url:
         if resume or force:
             raise InvalidOption(
-                f"{output}: traces on object storage cannot be replaced or extended; use another URL",
+                f"{output}: traces on object storage cannot be replaced or extended. Use another URL",
                 option="resume" if resume else "force",
             )
         from .upload import Sender  # imported here so that the command starts before Arrow is loaded
@@ -204,7 +204,7 @@ def record(
         if hosts:
             so_far = f"recorded {recording.num_sequences:,} sequences so far"
             return replace(
-                recording, note=f"{so_far}; still recording on {hosts}; the last node to end finishes the trace"
+                recording, note=f"{so_far}, still recording on {hosts}. The last node to end finishes the trace"
             )
         if at_end is not None:
             at_end(recording)
@@ -216,7 +216,7 @@ def record(
     except StorageStalled as error:
         files.abandon()
         remedy = f"tim-trace compact {shlex.quote(str(folder))}" if sender is None else sender.remedy
-        note = f"{error}, so the recording is not finished; run `{remedy}` once the file system responds"
+        note = f"{error}, so the recording is not finished. Run `{remedy}` once the file system responds"
         return Recording(folder=folder, exit_code=exit_code, writers=(), note=note, is_stuck=True)
     if sender is not None and recording.is_there and recording.note is None:
         sender.finish()
@@ -224,9 +224,9 @@ def record(
 
 
 def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
-    way = "object storage supports recording from one node only; use a folder shared by all nodes"
+    way = "object storage supports recording from one node only. Use a folder shared by all nodes"
     if "://" not in os.fspath(output):
-        way = f"no recording was found there within {wait_s:g} s; start every node with the same shared folder"
+        way = f"no recording was found there within {wait_s:g} s. Start every node with the same shared folder"
     by_itself = f"; unset {number.partition('=')[0]} if this command records on its own" if number[0] != "-" else ""
     return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
 
@@ -241,9 +241,9 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
     try:
         return Child.start(command, environment)
     except OSError as error:
-        why = f"cannot be executed ({error.strerror}); start it as: python {command[0]}"
+        why = f"cannot be executed ({error.strerror}). Start it as: python {command[0]}"
         if isinstance(error, FileNotFoundError):
-            why = "no such command; check its name and your PATH"
+            why = "no such command. Check its name and your PATH"
         raise InvalidOption(f"record: {command[0]}: {why}") from error
 
 
@@ -296,8 +296,8 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
     known = store.manifest()
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
-            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; "
-            f"resume with the same options"
+            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}. "
+            f"Resume with the same options"
         )
     refuse_live(store, output, "cannot be extended")
 

@@ -18,7 +18,7 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""Interval at which an open writer touches its state file."""
+"""How often an open writer touches its state file."""
 SILENT_S = 900.0
 """A writer on another machine counts as ended after this long without a heartbeat."""
 
@@ -119,7 +119,7 @@ def _text(path: str) -> str | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     number: int
-    """Counted from 1 by start time."""
+    """Counted from 1 in start order."""
     key: str
 
 
@@ -139,7 +139,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _can_be_joined(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # When a script runs in a loop, this rank's earlier writers have all ended; their count identifies the iteration.
+    # When a script runs in a loop, the number of ended writers identifies the iteration.
     key = f"{base}.{len(before)}"
     if any(_is_of_session(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
@@ -192,7 +192,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segments' journal sizes in bytes, by segment and table."""
+    """Return journal sizes (bytes) by unsealed segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

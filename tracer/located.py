@@ -23,10 +23,10 @@ A, B = "a", "b"
 ROUTES = "routes"
 """Patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding can explain, in units of the rounding bound."""
+"""Largest error that rounding can explain, relative to the rounding bound."""
 FORMAT = 1
 _WHAT = "a locate result"
-_AGAIN = "run locate again, or delete the file"
+_AGAIN = "Run locate again, or delete the file"
 _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 
@@ -65,11 +65,11 @@ class OperatorError:
     layer: int | None
     """Layer index from 0, or None outside the layers."""
     dtype: str
-    """Output dtype, as torch names it."""
+    """Output dtype (torch name)."""
     num_values: int
     """Number of output values."""
     introduced: float
-    """Error introduced by the operator itself (root mean square), relative to the exact result's RMS."""
+    """Root mean square (RMS) error introduced by the operator itself, relative to the exact result's RMS."""
     ratio: float
     """Largest introduced error, divided by the rounding bound. Rounding explains ratios up to 1."""
     seq_id: str
@@ -90,7 +90,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence run by both executions. Its mismatch at a token is d = logprob(b) - logprob(a), in nats."""
+    """A sequence run by both executions. Its mismatch at a token is d = logprob(b) - logprob(a) (nats)."""
 
     seq_id: str
     group: str
@@ -124,7 +124,7 @@ class Router:
     """Tokens where the two executions select different experts."""
     margin: float | None = None
     """Largest distance from a tie among these tokens: in execution a, lowest selected score minus highest other score.
-    None if there are no such tokens, or if the choice depends on more than scores."""
+    None if there are no such tokens, or if more than the scores affects the choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +184,9 @@ class Findings:
     engines: tuple[str, ...]
     """Executions (`a` or `b`) run in vLLM (eager mode, no compilation, CUDA graphs or prefix cache)."""
     first: Divergence | None
-    """None if rounding can explain every operator's error."""
+    """None if rounding can explain all errors."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Checks that could not be made, with the reason."""
+    """Checks that could not be made, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Located(Findings):
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
     """By (execution, operator) and sequence: sum over tokens of d times the operator's own part in it (nats^2). If the
-    model were linear in the errors, all operators' sums would add up to the sum of d^2."""
+    model were linear in the errors, these sums would add up to the sum of d^2."""
     patches: tuple[Patch, ...]
 
 
@@ -235,7 +235,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     values["found"]["products"] = [[*operator, own] for operator, own in found.products.items()]
     content = to_document(values).encode()
     if len(content) > MAX_BYTES:
-        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}; locate fewer sequences")
+        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}. Locate fewer sequences")
     write_part(Path(store.root), kept.relative, content)
     return kept.relative
 
@@ -244,20 +244,20 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} from a newer release. This release reads up to format {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
         # JSON has no NaN and no infinities, so they are stored as strings.
         kept = msgspec.convert(values, KeptResult, strict=False)
     except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error
+        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}). Run locate again") from error
     if kept.id != result:
-        raise DamagedTrace(f"{where}: belongs to result {kept.id}; {_AGAIN}")
+        raise DamagedTrace(f"{where}: belongs to result {kept.id}. {_AGAIN}")
     if kept.run_id != store.manifest().run_id:
-        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one; delete it")
+        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one. Delete it")
     if not _is_possible(kept.found):
-        raise DamagedTrace(f"{where}: contains values that locate does not write; {_AGAIN}")
+        raise DamagedTrace(f"{where}: contains values that locate does not write. {_AGAIN}")
     return kept
 
 

@@ -10,7 +10,7 @@ CHUNK_BYTES = 56 << 20
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Return norms for the last update and this process's weights as metrics: 0-d tensors on their device.
+    """Return norms for the last update and this process's weights: 0-d tensors on their device.
 
     For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), computed from the state
     after the step. For SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
@@ -102,7 +102,7 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     known = _known_step(states[0])
     step = states[0]["step"] if known is None else max(known, 1.0)
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
-    # amsgrad divides by the largest second moment of all steps so far.
+    # amsgrad divides by the largest second moment so far.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
     update = torch._foreach_sqrt([_local(state[largest]) for state in states])
     torch._foreach_div_(update, scale2**0.5)

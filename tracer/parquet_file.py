@@ -27,7 +27,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata key for the blocks' 8-byte XXH3-64 checksums, in base64."""
+"""Metadata key for the blocks' 8-byte XXH3-64 checksums (base64)."""
 BLOCK_SIZE = b"tim-trace block bytes"
 """Metadata key for the block size in bytes (256 KiB by default)."""
 IDENTITY = b"tim-trace file"
@@ -56,7 +56,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Set when the file is closed, without a step range."""
+        """Set when the file is closed. Has no step range."""
 
     def write(self, part: pa.Table) -> None:
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
@@ -152,7 +152,7 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
         )  # fmt: skip
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedTrace(
-            f"{where}: cannot be read as Parquet ({first_line(error)}); restore it from a backup"
+            f"{where}: cannot be read as Parquet ({first_line(error)}). Restore it from a backup"
         ) from error
 
 
@@ -162,12 +162,12 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
         if len(tail) < 12 or tail[-4:] != MAGIC:
             raise DamagedTrace(
-                f"{where}: cannot be read as Parquet (no Parquet magic number at the end); restore it from a backup"
+                f"{where}: cannot be read as Parquet (no Parquet magic number at the end). Restore it from a backup"
             )
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(
-                f"{where}: cannot be read as Parquet (its footer cannot have {length - 8:,} bytes); restore it from a "
+                f"{where}: cannot be read as Parquet (its footer cannot have {length - 8:,} bytes). Restore it from a "
                 "backup"
             )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
@@ -175,7 +175,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         raise
     except OSError as error:
         raise DamagedTrace(
-            f"{where}: cannot be read ({error.strerror or first_line(error)}); restore it from a backup"
+            f"{where}: cannot be read ({error.strerror or first_line(error)}). Restore it from a backup"
         ) from error
 
 

@@ -20,7 +20,7 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables in which launchers number nodes and processes from 0. PET_ is torchrun's prefix."""
+"""Environment variables used by launchers to number nodes and processes from 0. PET_ is torchrun's prefix."""
 SIGN_S = 5.0
 """Heartbeat interval for `tim-trace record`."""
 SIGNED_S = 2 * SIGN_S
@@ -32,7 +32,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting (e.g. RANK=1) that marks this as a later node, or None on the first one."""
+    """Return the setting that marks this as a later node (e.g. RANK=1), or None on the first node."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]

@@ -153,7 +153,7 @@ def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None,
         return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
-            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both the same way, or "
+            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}. Pad both the same way, or "
             "pass this batch's own attention mask"
         )
     return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
@@ -169,7 +169,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         arrays.append(array)
         flags.append(valid)
     lengths = np.array([len(array) for array in arrays], np.int64)
-    # An empty list has NumPy's default dtype, which must not affect the dtype of the result.
+    # Empty lists have NumPy's default dtype. It must not affect the result.
     filled = [array for array in arrays if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
@@ -197,9 +197,9 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a list as an array and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
-        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Give B lists, one per sequence")
     valid = None
-    # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
+    # NumPy would read None as NaN, but here only None means "not recorded".
     if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
         if dtype.kind != "f":
@@ -207,7 +207,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         row = [0.0 if item is None else item for item in row]
     array = _cells(row, f"{what}: row {index}", dtype)
     if array.ndim != 1:
-        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}; give a flat list: {shown(row)}")
+        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Give a flat list: {shown(row)}")
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_expected_values(dtype)}")
     return array, valid
@@ -237,8 +237,8 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
-            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}); "
-            "give integers"
+            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}). "
+            "Give integers"
         )
     try:
         return to_numpy(data)
@@ -265,7 +265,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Mark values in `values` that `out` cannot represent, or return None if a quick check finds none."""
+    """Return a mask of values that `out` cannot represent, or None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

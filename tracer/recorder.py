@@ -172,10 +172,10 @@ class Recorder:
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far would survive `kill -9` or, with `sync`, a power failure.
 
-        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every
-        file, which takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
+        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every file
+        and takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
 
-        Returns False, with a message on stderr, if recording has stopped. Raises InvalidRecord for invalid device
+        If recording has stopped, prints a message on stderr and returns False. Raises InvalidRecord for invalid device
         tensors in earlier calls.
         """
         return self.writer.flush(sync=sync, weights=weights)
@@ -191,7 +191,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] mask: True for sequences selected for capture, the same in every process and run."""
+        """Return a [B] mask of sequences selected for capture. It is the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -212,7 +212,7 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace, for showing tokens as text. Only the first one is saved."""
+        """Save a transformers tokenizer in the trace to show tokens as text. Only the first one is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
@@ -271,7 +271,7 @@ class Recorder:
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
-                f"step {step}, response_ids: has no sequences; skip this call for a step without sequences"
+                f"step {step}, response_ids: has no sequences. Skip this call for a step without sequences"
             )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
@@ -377,7 +377,7 @@ class Recorder:
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: computing logits from hidden states needs the scoring weights; give "
+                f"{what}, distribution: computing logits from hidden states needs the scoring weights. Give "
                 "policy_version"
             )
         staged = Staged(
@@ -387,7 +387,7 @@ class Recorder:
         )  # fmt: skip
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
-        # A contract describes training; evaluation has no dropout and may use other engine settings.
+        # A contract describes training. Evaluation has no dropout and may use other engine settings.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
         contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
@@ -471,7 +471,7 @@ class Recorder:
         """Record this step's update size relative to the weights, and the mean second moment.
 
         Call it after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. It only reads the optimizer's
-        state. See tracer.optimizer.optimizer_statistics for the metrics, which `dynamics` uses.
+        state. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -537,7 +537,7 @@ class Recorder:
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
-                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding; give "
+                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding. Give "
                 "logprobs as a tensor or array [B, T] with the mask, or lists without it"
             )
         padding = batch.padding(chosen)
@@ -568,7 +568,7 @@ class Recorder:
         lengths = batch.whole_lengths(chosen)
         if lengths is None:
             raise InvalidRecord(
-                f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so pass prompt_ids to "
+                f"{what}: the sequences have no prompt_ids. Routing covers prompt tokens too, so pass prompt_ids to "
                 "add_sequences"
             )
         check_routing(Routing(**given), int(lengths.sum()), what)
@@ -579,7 +579,7 @@ class Recorder:
         known = self._routed.setdefault(pass_name, kind)
         if known != kind:
             raise InvalidRecord(
-                f"{what}: has {kind}, but earlier batches had {known}; shape and dtypes must not change within a pass"
+                f"{what}: has {kind}, but earlier batches had {known}. Shape and dtypes must not change within a pass"
             )
         return arrays
 
@@ -644,7 +644,7 @@ class Recorder:
         except InvalidRecord as error:
             raise InvalidRecord(f"{error} [in an earlier call; this call recorded nothing, so repeat it]") from error
         if self._checks_logprobs and self.writer.state.state == CLOSED:
-            raise InvalidRecord(f"{self.folder}: the recorder is closed; open a new one")
+            raise InvalidRecord(f"{self.folder}: the recorder is closed. Open a new one")
 
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:
@@ -660,18 +660,18 @@ class Recorder:
         if change > 0.0:
             self._warn_once(
                 pass_name,
-                f"float64 logprobs of pass {pass_name!r} are stored as float32, with a rounding error of up to "
-                f"{change:.1e} nats",
+                f"float64 logprobs of pass {pass_name!r} are stored as float32 (rounding error up to "
+                f"{change:.1e} nats)",
             )
 
 
-_STEP_DECREASES = "steps must not decrease; open a new recorder for a resumed run"
+_STEP_DECREASES = "steps must not decrease. Open a new recorder for a resumed run"
 
 
 def _unmasked(batch: Batch) -> str:
     return (
         f"response_ids were {batch.width_without_mask} wide without response_attention_mask, so every cell counts as a "
-        f"token; pass that mask to add_sequences, or lists without padding"
+        f"token. Pass that mask to add_sequences, or lists without padding"
     )
 
 
@@ -686,7 +686,7 @@ def _refuse_taken(folder: Path, path: Any) -> None:
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
-            f"{path}: contains a finished trace (the writer for rank {rank} is closed); choose another folder, replace "
+            f"{path}: contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
             f"it with "
             "force=True, or continue it with resume=True"
         )
@@ -696,6 +696,6 @@ def _refuse_taken(folder: Path, path: Any) -> None:
             continue
         who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
-            raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
+            raise TraceExists(f"{who}. Give each process its own RANK, choose another folder, or end that process")
+        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago. This process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts routing: the experts selected for each token, in slot order, and their weights.
+"""Mixture-of-experts routing: the experts selected for each token and their weights.
 
 Shapes: N tokens, L layers with a router, S slots, C cells in one forward pass (B * W), B rows, W width.
 """
@@ -180,7 +180,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(
-            f"{what}: expert_ids have shape {ids.shape} of {ids.dtype}; give integers [N, layers, slots] with N = "
+            f"{what}: expert_ids have shape {ids.shape} of {ids.dtype}. Give integers [N, layers, slots] with N = "
             f"{num_tokens}, every prompt token and then every response token of each row"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:
@@ -202,7 +202,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     for group, start, count in places:
         if EXPERT_IDS not in spanned[group]:
             raise DamagedTrace(
-                f"{store.shown(f'{DENSE}/{group}')}: has no routing for rows {start} to {start + count}; restore it "
+                f"{store.shown(f'{DENSE}/{group}')}: has no routing for rows {start} to {start + count}. Restore it "
                 "from a backup"
             )
         begin = start - spans[group][0]

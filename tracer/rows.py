@@ -21,7 +21,7 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob (nats) due to rounding, by dtype: one unit in the last place near 16."""
+"""Largest positive logprob due to rounding, by dtype (nats): one unit in the last place near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
@@ -45,7 +45,7 @@ class Forward:
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
                 raise InvalidRecord(
-                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}; give one integer for each of the "
+                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}. Give one integer for each of the "
                     f"{rows} rows"
                 )
 
@@ -154,7 +154,7 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
     row = int(np.searchsorted(logprobs.offsets, token, side="right")) - 1
     raise InvalidRecord(
         f"step {step}, sequence {seq_ids[row]!r}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
-        f"token {token - int(logprobs.offsets[row])}; a log-probability is at most 0. Pass log-probabilities (natural "
+        f"token {token - int(logprobs.offsets[row])}. A log-probability is at most 0. Pass log-probabilities (natural "
         "log), not probabilities or logits"
     )
 
@@ -167,7 +167,7 @@ def rounding_tolerance(data: Any) -> float:
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for integer logprobs, which have been rounded."""
+    """Raise InvalidRecord for integer logprobs. They have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":

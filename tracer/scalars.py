@@ -95,7 +95,7 @@ def _name(value: Any, what: str, optional: bool) -> str | None:
         return str(int(value))
     if value is None and optional:
         return None
-    raise InvalidRecord(f"{what} is {shown(value)}; a name is a string or an integer{', or None' if optional else ''}")
+    raise InvalidRecord(f"{what} is {shown(value)}. A name is a string or an integer{', or None' if optional else ''}")
 
 
 def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:
@@ -172,4 +172,4 @@ def _check_metric(value: Any, what: str) -> None:
     elif isinstance(value, (Sequence, Set)):
         raise InvalidRecord(f"{what}: got {shown(value)}; give one number, such as their mean, or name each value")
     elif isinstance(value, int) and as_float(value) is None:
-        raise InvalidRecord(f"{what}: the number is too large for float64; give it as text")
+        raise InvalidRecord(f"{what}: the number is too large for float64. Give it as text")

@@ -126,7 +126,7 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
 
 
 def adopt(folder: Path) -> None:
-    """Seal dead writers' journals. A segment that cannot be sealed stays in its journal, which can be read too."""
+    """Seal dead writers' journals. A segment that cannot be sealed stays readable in its journal."""
     check_no_links(folder)
     store = Store(folder)
     with alone(folder):

@@ -45,7 +45,7 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions. Not thread-safe.
 
-    A segment is sealed while the next one is being filled, by one thread for scores and another for all other tables.
+    A segment is sealed while the next one is being filled. One thread seals scores and another seals all other tables.
     Both call `account`.
     """
 
@@ -63,7 +63,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Changed only under `_handover`, so that `sync` misses no rows."""
+        """By journal. Changed only under `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 

@@ -42,7 +42,7 @@ from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _MAX_TRIES = 100
 _MAX_LISTED = 8
-_RESTORE = "restore the file from a backup"
+_RESTORE = "Restore the file from a backup"
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Bytes to read from each unsealed journal, by segment and table."""
+"""Bytes to read from each unsealed journal."""
 Examined = dict[str, TableFile]
 """Readable sealed files by path. They never change."""
 
@@ -82,14 +82,14 @@ class Snapshot:
     ignored: list[str] = field(default_factory=list)
     """One sentence per file that does not belong to the trace."""
     torn_bytes: int = 0
-    """Total size of incomplete records at the ends of journals."""
+    """Total size of incomplete records at journal ends."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache for `_lacking_columns`, by table and id() of an indexed schema."""
+    """Cache for `_lacking_columns`. Keys are a table and an indexed schema's id()."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state, perhaps because it changed after it was read."""
+    """Writers that do not match their files, perhaps because their state has since changed."""
 
     @property
     def is_live(self) -> bool:
@@ -123,7 +123,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
             continue
         if not _has_changed(snapshot):
             return snapshot
-    raise QueryFailed(f"{store.url}: is being written faster than it can be read; try again")
+    raise QueryFailed(f"{store.url}: is being written faster than it can be read. Try again")
 
 
 def _read_all(snapshot: Snapshot) -> None:
@@ -133,13 +133,13 @@ def _read_all(snapshot: Snapshot) -> None:
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
-                f"{store.shown(folder)}: is a link that points outside the trace, to {real}, and is not followed; "
-                f"replace it with a copy"
+                f"{store.shown(folder)}: is a link that points outside the trace, to {real}, and is not followed. "
+                f"Replace it with a copy"
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
-    # List journals first: anything sealed afterwards is found below, as Parquet.
+    # List journals first. Anything sealed afterwards is found below.
     journals = _journals_of_one_moment(store)
     lost: dict[str, list[str]] = {}
     for table in TABLES:
@@ -151,15 +151,15 @@ def _read_all(snapshot: Snapshot) -> None:
             continue
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
-            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
-            f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results; restore the state from a backup, "
+            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so this writer's files cannot be verified: "
+            f"{', '.join(files[:_MAX_LISTED])}{more} are excluded from results. Restore the state from a backup, "
             "or remove these files"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
     for name in store.aside():
         snapshot.ignored.append(
-            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it; read "
+            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it. Read "
             "it there, or remove it"
         )
     for state in snapshot.writers:
@@ -199,7 +199,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.ignored.append(f"{store.shown(relative)}: is not a trace file, so it is ignored; remove it")
+            snapshot.ignored.append(f"{store.shown(relative)}: is not a trace file, so it is ignored. Remove it")
             continue
         state = states.get(segment.writer)
         if state is None:
@@ -214,14 +214,14 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             if table not in journals.get(segment, ()):
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
-                    f"{store.shown(relative)}: is not listed in its writer's state, so its rows are ignored; remove it"
+                    f"{store.shown(relative)}: is not listed in its writer's state, so its rows are ignored. Remove it"
                 )
             continue
         sealed.add(segment)
         try:
             snapshot.files[table].append(_open_file(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
         except DamagedTrace as error:
-            snapshot.damaged.append(f"{error}; its rows are excluded from all results{_rows_lost(record)}")
+            snapshot.damaged.append(f"{error}. Its rows are excluded from all results{_rows_lost(record)}")
     rows: list[pa.RecordBatch] = []
     for segment, tables in journals.items():
         state = states.get(segment.writer)
@@ -247,7 +247,7 @@ def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: Sealed
     if known is None or known.file.num_bytes != num_bytes:
         if num_bytes != record.num_bytes:
             raise DamagedTrace(
-                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}; {_RESTORE}"
+                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}. {_RESTORE}"
             )
         known = _open_on_demand(snapshot, relative, record, spec) or _open_now(snapshot, relative, record, spec)
         snapshot.examined[relative] = known
@@ -287,9 +287,7 @@ def _read_checksums(
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record)
     if _lacking_columns(footer.schema, spec, where) != lacking:
-        raise DamagedTrace(
-            f"{where}: its columns differ from the index, which is only a cache; remove the folder {INDEX}"
-        )
+        raise DamagedTrace(f"{where}: its columns differ from the cached index. Remove the folder {INDEX}")
     return footer.checksums(where, keeps_tail=not store.is_local)
 
 
@@ -302,21 +300,21 @@ def _cached_lacking(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative
 
 def _check_footer(footer: ParquetFooter, relative: str, where: str, record: SealedFile) -> None:
     if footer.identity not in (None, relative):
-        raise DamagedTrace(f"{where}: was written as {footer.identity}; remove it")
+        raise DamagedTrace(f"{where}: was written as {footer.identity}. Remove it")
     if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
-        raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
+        raise DamagedTrace(f"{where}: its footer is damaged. {_RESTORE}")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
     if len(set(found.names)) != len(found.names):
-        raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
+        raise DamagedTrace(f"{where}: has a duplicate column. {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
-        raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}; {_RESTORE}")
+        raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}. {_RESTORE}")
     wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
     if wrong:
-        raise DamagedTrace(f"{where}: has columns of unexpected types: {', '.join(wrong)}; {_RESTORE}")
+        raise DamagedTrace(f"{where}: unexpected column types: {', '.join(wrong)}. {_RESTORE}")
     return lacking
 
 
@@ -341,21 +339,19 @@ def _journal_rows(
     if segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
-            snapshot.ignored.append(f"{where}: is not listed in its writer's state, so its rows are ignored; remove it")
+            snapshot.ignored.append(f"{where}: is not listed in its writer's state, so its rows are ignored. Remove it")
         return
     if not content.has_begun:
         snapshot.damaged.append(
-            f"{where}: is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results; {_RESTORE}"
+            f"{where}: is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results. {_RESTORE}"
         )
         return
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
     if None in completed:
-        snapshot.damaged.append(
-            f"{where}: contains records with a different schema, which are ignored; remove the file"
-        )
+        snapshot.damaged.append(f"{where}: ignored records with a different schema. Remove the file")
     if content.damage is not None:
-        snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results; {_RESTORE}")
+        snapshot.damaged.append(f"{where}: {content.damage}. Everything after it is excluded from results. {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
     if content.torn_bytes and state.state != FAILED and not (found is not None and found.is_alive):
         snapshot.damaged.append(torn_record(where, content.torn_bytes))
@@ -364,8 +360,8 @@ def _journal_rows(
 
 def torn_record(where: str, num_bytes: int) -> str:
     return (
-        f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
-        "everything before them is read"
+        f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated. "
+        "Everything before them is read"
     )
 
 
@@ -376,7 +372,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: is not a trace file, so it is ignored; remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: is not a trace file, so it is ignored. Remove it"
             )
             continue
         digest = file.removesuffix(".json")
@@ -390,7 +386,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: is not listed in any writer's state, so it is ignored; remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: is not listed in any writer's state, so it is ignored. Remove it"
             )
 
 
@@ -415,7 +411,7 @@ def _find_missing(snapshot: Snapshot) -> None:
         for relative, record in state.files.items():
             if relative not in there and not (relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1):
                 snapshot._suspects.add(state.writer)
-                snapshot.damaged.append(f"{store.shown(relative)}: is missing{_rows_lost(record)}; {_RESTORE}")
+                snapshot.damaged.append(f"{store.shown(relative)}: is missing{_rows_lost(record)}. {_RESTORE}")
         for journal in state.journals:
             found = journal_of(journal.rpartition("/")[2])
             is_sealed = found is not None and found[1] in TABLES and found[0].parquet(found[1]) in state.files
@@ -424,11 +420,11 @@ def _find_missing(snapshot: Snapshot) -> None:
                 if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
                     snapshot.damaged.append(
                         f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer "
-                        f"sealed later; the rows in that file are excluded from results; restore the state from a backup"
+                        f"sealed later. The rows in that file are excluded from results. Restore the state from a backup"
                     )
                     continue
                 snapshot.damaged.append(
-                    f"{store.shown(journal)}: is missing, along with rows that were not sealed yet; {_RESTORE}"
+                    f"{store.shown(journal)}: is missing, along with rows that were not sealed yet. {_RESTORE}"
                 )
 
 
@@ -483,7 +479,7 @@ def read_contract(store: Store, pass_name: str, digest: str, content: bytes | No
     except DamagedTrace:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a backup") from error
+        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}). Restore it from a backup") from error
     if (name, found) != (pass_name, digest):
-        raise DamagedTrace(f"{where}: its content does not match the hash in its name; restore it from a backup")
+        raise DamagedTrace(f"{where}: its content does not match the hash in its name. Restore it from a backup")
     return contract

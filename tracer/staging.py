@@ -49,8 +49,8 @@ def local_part(value: Any, what: str) -> Any:
     if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
         return value.to_local()
     raise InvalidRecord(
-        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows; give its "
-        "full_tensor(), which every process of its mesh must call"
+        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Give its "
+        "full_tensor(), called by every process in its mesh"
     )
 
 
@@ -61,8 +61,8 @@ def _is_divided(kind: Any) -> bool:
 def stage(value: Any) -> Callable[[], Any]:
     """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
-    A CUDA tensor is cloned on the device, in the caller's stream, then copied on a separate stream. The caller may
-    change the tensor immediately.
+    A CUDA tensor is first cloned in the caller's stream, then copied on a separate stream. The caller may change the
+    tensor immediately.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())

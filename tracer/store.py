@@ -52,10 +52,10 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise of_system(error, url) from error
     except Exception as error:  # file system libraries raise all kinds of errors
         raise StorageError(
-            f"{url}: unsupported file system ({first_line(error)}); use a folder, or a URL such as s3://bucket/run"
+            f"{url}: unsupported file system ({first_line(error)}). Use a folder, or a URL such as s3://bucket/run"
         ) from error
     if not path.strip("/"):
-        raise StorageError(f"{url}: contains no folder; use a URL such as s3://bucket/run")
+        raise StorageError(f"{url}: contains no folder. Use a URL such as s3://bucket/run")
     return filesystem, path
 
 
@@ -75,7 +75,7 @@ class _RemoteFileSystem:
                 raise
             except Exception as error:  # file system libraries raise all kinds of errors
                 raise StorageError(
-                    f"{self._url}: cannot be reached ({first_line(error)}); check the URL, your credentials and access"
+                    f"{self._url}: cannot be reached ({first_line(error)}). Check the URL, your credentials and access"
                 ) from error
 
         return reached
@@ -109,7 +109,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Name of the folder and of the run. Bytes that are not UTF-8 are replaced, since tables need UTF-8."""
+        """Folder and run name. Bytes that are not UTF-8 are replaced because tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
@@ -147,11 +147,11 @@ class Store:
         """Like `path`, but raises DamagedTrace for a link that leaves the folder."""
         path = self.path(relative)
         if "\0" in relative:
-            raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
+            raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name. The trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
-                f"{self.shown(relative)}: is a link that points outside the trace, to {real}, and is not followed; "
-                f"replace it with a copy"
+                f"{self.shown(relative)}: is a link that points outside the trace, to {real}, and is not followed. "
+                f"Replace it with a copy"
             )
         return path
 
@@ -181,7 +181,7 @@ class Store:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DamagedTrace(f"{self.shown(relative)}: is not a regular file; remove it")
+                raise DamagedTrace(f"{self.shown(relative)}: is not a regular file. Remove it")
             parts = []
             while start < stop and (part := os.pread(descriptor, min(stop - start, _READ_BYTES), start)):
                 parts.append(part)
@@ -198,7 +198,7 @@ class Store:
             if error.errno not in (errno.ENXIO, errno.ELOOP):
                 raise
             raise DamagedTrace(
-                f"{self.shown(relative)}: is not a regular file ({error.strerror}); remove it"
+                f"{self.shown(relative)}: is not a regular file ({error.strerror}). Remove it"
             ) from error
 
     def read_json(self, relative: str) -> bytes:
@@ -208,7 +208,7 @@ class Store:
         else:
             size = self.file_size(relative)
         if size > MAX_BYTES:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a JSON file of a trace")
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a trace's JSON file")
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
@@ -248,7 +248,7 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Return writers whose files are being moved into the trace. Their states come last."""
+        """Return writers with files being moved into the trace. Their states come last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
@@ -337,7 +337,7 @@ class Store:
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.filesystem.exists(self.root):
                 raise TraceNotFound(
-                    f"{self.url}: does not exist; record a run with `tim-trace record -o {self.url} -- COMMAND`"
+                    f"{self.url}: does not exist. Record a run with `tim-trace record -o {self.url} -- COMMAND`"
                 ) from error
             if aside := self.aside():
                 raise TraceNotFound(
@@ -347,13 +347,13 @@ class Store:
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
-                f"{self.url}: has no {MANIFEST}, so it is not a trace; give the folder written by `tim-trace record "
+                f"{self.url}: has no {MANIFEST}, so it is not a trace. Give the folder written by `tim-trace record "
                 "-o` or `tim-trace import`"
             ) from error
         except StorageError:
             raise
         except OSError as error:
-            raise DamagedTrace(f"{where}: cannot be read ({error}); check the path and your access to it") from error
+            raise DamagedTrace(f"{where}: cannot be read ({error}). Check the path and your access to it") from error
         return parse_manifest(content, where)
 
     def writers(
@@ -451,10 +451,10 @@ class Store:
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
-            raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
+            raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name. Remove it")
         if state.run_id != manifest.run_id:
             raise DamagedTrace(
-                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; one of "
+                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}. One of "
                 "the two files is wrong: restore it from a backup"
             )
 
@@ -463,7 +463,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     """Return the error for an unreadable file. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
-    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a backup")
+    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}). Restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:

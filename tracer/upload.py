@@ -38,7 +38,7 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Size of each uploaded file, or hash of each uploaded writer state, by path."""
+        """Uploaded file sizes and writer state hashes by path."""
         self._num_indexed = 0
         self.num_bytes = 0
         """Bytes uploaded so far, including files in progress."""
@@ -52,7 +52,7 @@ class Upload:
         names = {path.removeprefix(self._store.root).strip("/") for path in found}
         others = {name for name in names if name not in files and not name.startswith(f"{INDEX}/")}
         if others or (MANIFEST in names and self._store.manifest().run_id != run_id):
-            raise TraceExists(f"{self.url}: already exists; use another URL, or remove it")
+            raise TraceExists(f"{self.url}: already exists. Use another URL, or remove it")
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
@@ -130,8 +130,8 @@ class Upload:
                     return
                 if attempt == tries:
                     raise StorageError(
-                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}); "
-                        "check your credentials and access"
+                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}). "
+                        "Check your credentials and access"
                     ) from error
 
     def _moved(self, num_bytes: int) -> None:
@@ -170,7 +170,7 @@ class Sender:
         self.folder = cache_folder(url)
         if self.folder.exists():
             raise TraceExists(
-                f"{url}: an earlier recording in {self.folder} was not uploaded completely; upload it with "
+                f"{url}: an earlier recording in {self.folder} was not uploaded completely. Upload it with "
                 f"`{self.remedy}`, or remove it"
             )
         self._upload = Upload(self.folder, url)
@@ -195,7 +195,7 @@ class Sender:
         return Worker(max_bytes=0, patience=Patience("", self._max_wait), **options)
 
     def _end(self, worker: Worker) -> None:
-        text = f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"
+        text = f"uploading the rest of the trace to {self.url} (stops after {self._max_wait:.0f} s without progress)"
         note = Timer(_QUIET_S, say, [text])
         note.daemon = True
         note.start()
@@ -214,7 +214,7 @@ class Sender:
                 self._upload.send_index()
         except (StorageError, OSError) as error:
             if not self._has_failed:
-                say(f"{error}; recording continues in {self.folder}, and the upload is retried later")
+                say(f"{error}. Recording continues in {self.folder}, and the upload is retried later")
             self._has_failed = True
 
     def finish(self) -> None:
@@ -229,7 +229,7 @@ class Sender:
             error = StorageError(f"{self.url}: accepted no data for {self._max_wait:.0f} s")
         if isinstance(error, (StorageError, OSError)):
             raise StorageError(
-                f"{error}; the complete trace is in {self.folder}; upload it with `{self.remedy}`"
+                f"{error}. The complete trace is in {self.folder}. Upload it with `{self.remedy}`"
             ) from error
         if error is not None:
             raise error

@@ -13,7 +13,7 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Size of each process's block cache for object storage. Consecutive reads are often adjacent."""
+"""Block cache size per process for object storage. Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Bytes that Arrow reads at a file's end to find the footer. DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
@@ -37,7 +37,7 @@ class FileChecksums:
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
-    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}); restore it from a backup")
+    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}). Restore it from a backup")
 
 
 class VerifiedFile:
@@ -85,7 +85,7 @@ class VerifiedFile:
 
     def _disappeared(self) -> QueryFailed:
         return QueryFailed(
-            f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed; try "
+            f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed. Try "
             f"again"
         )
 
@@ -112,7 +112,7 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) as FileCursor shows them, with a gap of zeros before a tail in memory.
+        """Read bytes [start, stop) as FileCursor shows them: zeros fill a gap before a tail in memory.
 
         Parquet readers request more than the footer. The gap absorbs these extra bytes, so that they cost no request.
         """
@@ -127,7 +127,7 @@ class VerifiedFile:
         self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written; restore it from a "
+                f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written. Restore it from a "
                 "backup"
             )
         whole = xxhash.xxh3_128()
@@ -188,8 +188,8 @@ class VerifiedFile:
         tail = self._fetch(self._end, self.num_bytes)
         if short_hash(tail) != self._tail_hash:
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes have changed since they were first read; "
-                "restore it from a backup"
+                f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes have changed since they were first read. "
+                "Restore it from a backup"
             )
         return tail
 
@@ -203,7 +203,7 @@ class VerifiedFile:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
             raise DamagedTrace(
-                f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}; restore it from a backup"
+                f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}. Restore it from a backup"
             )
         return content
 
@@ -212,7 +212,7 @@ class VerifiedFile:
             begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
-                f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a backup, or "
+                f"{begin + sum(map(len, parts)):,} (the checksum differs). Restore it from a backup, or "
                 "move it away to use the rest of the trace"
             )
         with self._lock:

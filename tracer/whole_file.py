@@ -101,7 +101,7 @@ def check_no_links(folder: Path) -> None:
 
 def _is_link(place: Path) -> StorageError:
     return StorageError(
-        f"{place}: is a link, and traces are written only to their own folders; replace it with a copy of its target"
+        f"{place}: is a link, and traces are written only to their own folders. Replace it with a copy of its target"
     )
 
 

@@ -20,7 +20,7 @@ _Given = TypeVar("_Given")
 _TASK_BYTES = 16 << 10
 """Fixed cost per task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant for the throughput average, in seconds of work."""
+"""Time constant for the throughput average (seconds of work)."""
 _FIRST_PACE = 64 << 20
 """Assumed throughput (bytes per second) before any task has finished."""
 _SHARE = 0.75
@@ -61,7 +61,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task. `ready` waits for a device on the worker's thread, which does not count as disk time."""
+        """Queue a task. `ready` waits for a device on the worker's thread. This does not count as disk time."""
         with self._changed:
             if self._full(num_bytes):
                 self._wait(
@@ -218,7 +218,7 @@ class _Pace:
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# If a task held a lock of a library such as Arrow during a fork, the child process could never release it. Forks
+# If a task held a library's lock (e.g. Arrow's) during a fork, the child process could never release it. Forks
 # therefore wait until no task is running.
 
 _FORK_WAITS_S = 10.0

@@ -101,10 +101,10 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Queue a task for the writing thread, to run after `ready`. Raises the InvalidRecord from an earlier task."""
+        """Queue a task for the writing thread. Raises an earlier task's InvalidRecord."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
-                f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"
+                f"writer {self.name} belongs to process {self.state.pid}. Open a recorder in this process ({os.getpid()})"
             )
         self.raise_invalid()
         if self.is_open:
@@ -134,7 +134,7 @@ class TraceWriter:
             return
         self._ended_parts.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        say(f"no longer recorded: {part} ({reason}); everything else continues")
+        say(f"no longer recorded: {part} ({reason}). Everything else continues")
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:

@@ -62,7 +62,7 @@ def test_a_run_is_recorded_straight_to_object_storage(s3, tmp_path):
     assert s3.ls("bucket/recorded/run/index")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     again = tim_trace("record", "-o", "s3://bucket/recorded/run", "--", sys.executable, RECORDS, env=env)
-    assert (again.code, "already exists; use another URL" in again.stderr) == (2, True)
+    assert (again.code, "already exists. Use another URL" in again.stderr) == (2, True)
     assert "ran" not in again.stdout
     for option in ("--force", "--resume"):
         refused = tim_trace("record", "-o", "s3://bucket/new/run", option, "--", sys.executable, RECORDS, env=env)
@@ -149,7 +149,7 @@ def test_the_rest_of_a_killed_recording_is_sent_by_the_command_that_is_named(hal
     assert info(url).num_response_tokens == whole == 5
     assert verify(url).is_whole
     assert not folder.exists()
-    with pytest.raises(TraceExists, match="already exists; use another URL"):
+    with pytest.raises(TraceExists, match=r"already exists\. Use another URL"):
         Sender(url)
 
 
@@ -157,7 +157,7 @@ def test_another_run_at_a_url_is_never_replaced(half_sent, tmp_path):
     url, _ = half_sent
     with Recorder(tmp_path / "other") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
-    with pytest.raises(TraceExists, match="already exists; use another URL"):
+    with pytest.raises(TraceExists, match=r"already exists\. Use another URL"):
         compact(str(tmp_path / "other"), output=url)
 
 

@@ -129,7 +129,7 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
     ("changes", "words"),
     [
         ({"expert_ids": IDS_A[1:]}, "give integers .N, layers, slots. with N = 4, every prompt token"),
-        ({"expert_ids": IDS_A.astype(np.float32)}, "of float32; give integers"),
+        ({"expert_ids": IDS_A.astype(np.float32)}, r"of float32\. Give integers"),
         ({"expert_weights": WEIGHTS_A[:, :1]}, r"have shape \(4, 1, 2\), but expert_ids have shape \(4, 2, 2\)"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_pass_has_one_form_of_routing(tmp_path):
     with pytest.raises(InvalidRecord, match="must not change within a pass"):
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]], routing=Routing(expert_ids=IDS_A))
     batch = recorder.add_sequences(step=2, response_ids=[[7, 8]])
-    with pytest.raises(InvalidRecord, match="have no prompt_ids; routing covers prompt tokens too"):
+    with pytest.raises(InvalidRecord, match=r"have no prompt_ids\. Routing covers prompt tokens too"):
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]], routing=Routing(expert_ids=IDS_A[:2]))
     recorder.close()
 

@@ -74,7 +74,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
     (sentence,) = info(str(trace)).damaged
     assert f"scores/{file.name}: has" in sentence
     assert "bytes, but its writer wrote" in sentence
-    assert "restore the file from a backup" in sentence
+    assert "Restore the file from a backup" in sentence
     assert "(16 rows of steps 1 to 2)" in sentence
     check_readable(trace, 24, damaged=True)
 
@@ -267,7 +267,7 @@ def test_columns_are_checked_although_the_checksums_match(tmp_path):
     rewrite_table(file, with_text)
     reseal(tmp_path / "run")
     (sentence,) = info(str(tmp_path / "run")).damaged
-    assert "has columns of unexpected types: step" in sentence
+    assert "unexpected column types: step" in sentence
     rewrite_table(file, lambda table: pa.table({"a": [1]}))
     reseal(tmp_path / "run")
     (sentence,) = info(str(tmp_path / "run")).damaged
@@ -275,7 +275,7 @@ def test_columns_are_checked_although_the_checksums_match(tmp_path):
 
 
 def test_no_trace_is_told_apart_from_nothing(tmp_path):
-    with pytest.raises(TraceNotFound, match="does not exist; record a run with"):
+    with pytest.raises(TraceNotFound, match=r"does not exist\. Record a run with"):
         open_source(str(tmp_path / "missing"))
     with pytest.raises(TraceNotFound, match=r"has no trace.json, so it is not a trace"):
         open_source(str(tmp_path))

@@ -209,7 +209,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
     views = watch(tmp_path / "run", every=0.01)
     seen = next(views)
     assert (seen.state, seen.is_over) == ("waiting", False)
-    assert "does not exist; record a run with" in seen.notes[0]
+    assert "does not exist. Record a run with" in seen.notes[0]
     with Recorder(tmp_path / "run") as recorder:
         seen = next(views)
         assert (seen.state, seen.notes) == ("live", ("no sequence recorded yet",))

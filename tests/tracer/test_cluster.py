@@ -98,7 +98,7 @@ def test_another_release_of_ray_is_named(address, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "1.0.0")
-    told = r"and this process have different versions \(.*Ray: 1\.0\.0.*; install the cluster's"
+    told = r"and this process have different versions \(.*Ray: 1\.0\.0.*\. Install the cluster's"
     with pytest.raises(InvalidOption, match=told), connected(address):
         pass
 
@@ -116,7 +116,7 @@ def test_nodes_with_another_release_of_tim_trace_are_named(tmp_path, monkeypatch
     changed = text.replace(f'__version__ = "{tim_trace.__version__}"', '__version__ = "0.0.9"')
     assert changed != text
     (package / "__init__.py").write_text(changed)
-    told = f"node .* has tim-trace 0.0.9, but this process has {tim_trace.__version__}; install the same version on every node"
+    told = rf"node .* has tim-trace 0.0.9, but this process has {tim_trace.__version__}\. Install the same version on every node"
     with two_nodes(env_vars={"PYTHONPATH": str(package.parent)}) as (made, _), pytest.raises(ClusterFailed, match=told):
         list(run_units(made.address, None, [1], num_cpus=1, num_gpus=0))
 
@@ -153,7 +153,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_a_sentence(tmp_path, address):
 @pytest.mark.slow
 def test_no_room_for_an_actor_is_told_with_what_there_is(address, monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_S", 0.2)
-    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(largest node: 1 CPUs, 0 GPUs\); add a larger node, or request less with gpus_per_arm="
+    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(largest node: 1 CPUs, 0 GPUs\)\. Add a larger node, or request less with gpus_per_arm="
     with pytest.raises(ClusterFailed, match=told):
         list(run_units(address, None, [1], num_cpus=1, num_gpus=2))
 

@@ -230,7 +230,7 @@ def test_object_storage_gets_the_merged_trace(tmp_path, s3):
     assert s3.ls("bucket/merged/run/index")
     assert answers("s3://bucket/merged/run") == before
     again = tim_trace("compact", trace, "-o", "s3://bucket/merged/run")
-    assert (again.code, "already exists; use another URL" in again.stderr) == (2, True)
+    assert (again.code, "already exists. Use another URL" in again.stderr) == (2, True)
     compact("s3://bucket/merged/run", output=tmp_path / "back" / "run")
     assert answers(tmp_path / "back" / "run") == before
 

@@ -66,7 +66,7 @@ def test_a_command_that_fails_before_anything_is_recorded_is_told_as_that(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--"], "no command given; write it after --"),
+        (["--"], "no command given. Write it after --"),
         ([], "no command given"),
         (["--", "no-such-command"], "no-such-command: no such command"),
         (["--", "/etc/hostname"], "cannot be executed"),

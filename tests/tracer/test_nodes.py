@@ -100,7 +100,7 @@ def check_whole(output, results, steps, attempt=1):
     found = info(str(output))
     assert (found.state, found.exit_code, found.damaged, found.missing) == ("finished", 0, (), ())
     assert sum("next: tim-trace info" in stderr for _, _, stderr in results) == 1, results
-    assert sum("; the last node to end finishes" in stderr for _, _, stderr in results) == 1, results
+    assert sum(". The last node to end finishes" in stderr for _, _, stderr in results) == 1, results
     assert (output / "index").exists()
     assert tim_trace("verify", output).code == 0
 
@@ -169,7 +169,7 @@ def test_a_node_that_does_not_see_the_folder_starts_its_command(tmp_path):
     second = ranked(1, tmp_path / "no" / "mount" / "run", tmp_path / "meet", 2, wait_s=1)
     results = ended(ranked(0, tmp_path / "run", tmp_path / "meet", 2), second)
     assert [code for code, _, _ in results] == [0, 0], results
-    assert "start every node with the same shared folder; unset NODE_RANK" in results[1][2]
+    assert "Start every node with the same shared folder; unset NODE_RANK" in results[1][2]
     assert not (tmp_path / "no").exists()
     assert {seq_id for _, seq_id, _, _ in rows(tmp_path / "run")} == {f"r0-{row}" for row in range(4)}
 
@@ -177,7 +177,7 @@ def test_a_node_that_does_not_see_the_folder_starts_its_command(tmp_path):
 def test_a_further_node_does_not_record_to_object_storage_and_starts_its_command(tmp_path):
     (done,) = ended(node(1, "memory://run", sys.executable, "-c", "print('ran')", env={"RANK": "1"}))
     assert done[:2] == (0, "ran\n")
-    assert "use a folder shared by all nodes" in done[2]
+    assert "Use a folder shared by all nodes" in done[2]
 
 
 def test_a_node_that_is_killed_leaves_its_rows_and_the_other_one_finishes(tmp_path):

@@ -84,7 +84,7 @@ def test_of_processes_with_one_rank_the_first_records_and_a_restart_after_a_kill
     (first,) = [process for process, line in zip(processes, said, strict=True) if line == "up"]
     (sentence,) = {line for line in said if line != "up"}
     assert f"process {first.pid} on" in sentence
-    assert "is recording rank 3 of this trace; give each process its own RANK" in sentence
+    assert "is recording rank 3 of this trace. Give each process its own RANK" in sentence
     first.kill()
     for process in processes:
         process.communicate()

@@ -78,8 +78,8 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ([["1", "2"], ["3"]], r"row 0 is \['1', '2'\]"),
         ([[True, False], [True]], r"row 0 is \[True, False\]"),
         ([[[1], [2]], [[3]]], r"row 0 has shape \(2, 1\)"),
-        ([[1, 2], 3], r"row 1 is 3 \(int\); give B lists"),
-        ([None, [3]], "row 0 is None; give B lists"),
+        ([[1, 2], 3], r"row 1 is 3 \(int\)\. Give B lists"),
+        ([None, [3]], r"row 0 is None\. Give B lists"),
         (["ab", "c"], r"row 0 is 'ab' \(str\)"),
         (np.array([[1, 2**40], [3, 4]]), "row 0, token 1 is 1099511627776"),
         (np.array([[1, -1], [3, 4]]), "row 0, token 1 is -1"),
@@ -97,7 +97,7 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], "response_ids: has no sequences; skip this call"),
+        ([], r"response_ids: has no sequences\. Skip this call"),
         (np.zeros((0, 5), int), "response_ids: has no sequences"),
     ],
 )
@@ -161,9 +161,9 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),
         ({"rewards": {"right": ["a", 1.0]}}, r"rewards\['right'\]: row 0: got 'a' \(str\); give a number"),
         ({"group_ids": ["g"]}, "group_ids: got 1 values for 2 sequences"),
-        ({"group_ids": [0.5, 1.5]}, "group_ids: row 0 is 0.5 .*a name is a string or an integer, or None"),
+        ({"group_ids": [0.5, 1.5]}, "group_ids: row 0 is 0.5 .*A name is a string or an integer, or None"),
         ({"group_ids": 7}, "group_ids: got 7"),
-        ({"seq_ids": ["a", None]}, "seq_ids: row 1 is None; a name is a string or an integer"),
+        ({"seq_ids": ["a", None]}, r"seq_ids: row 1 is None\. A name is a string or an integer"),
         ({"seq_ids": [1.5, 2.5]}, "seq_ids: row 0 is 1.5"),
         ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; give a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
@@ -299,7 +299,7 @@ def forward(**changes):
 def test_a_forward_has_one_integer_a_row(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(
-        InvalidRecord, match=r"forward: places has shape \(3,\) of int64; give one integer for each of the 2"
+        InvalidRecord, match=r"forward: places has shape \(3,\) of int64\. Give one integer for each of the 2"
     ):
         recorder.add_scores("train", added, logprobs=LOGPROBS, forward=forward(places=np.zeros(3, int)))
     with pytest.raises(InvalidRecord, match="forward: ids has shape"):
@@ -337,7 +337,7 @@ def test_scores_go_to_the_recorder_that_gave_the_batch(tmp_path):
     with Recorder(tmp_path / "a") as one, Recorder(tmp_path / "b") as other:
         added = one.add_sequences(step=1, response_ids=[[1]])
         with pytest.raises(
-            InvalidRecord, match=r"recorded in .*/a, but this recorder writes .*/b; add its scores with"
+            InvalidRecord, match=r"recorded in .*/a, but this recorder writes .*/b\. Add its scores with"
         ):
             other.add_scores("train", added, logprobs=[[-1.0]])
         with pytest.raises(
@@ -398,7 +398,7 @@ def test_what_a_framework_logs_is_kept_in_every_form(tmp_path):
 def test_a_closed_recorder_takes_nothing_in_silence(recorder):
     added = recorder.add_sequences(step=1, response_ids=[[1]])
     recorder.close()
-    with pytest.raises(InvalidRecord, match="the recorder is closed; open a new one"):
+    with pytest.raises(InvalidRecord, match=r"the recorder is closed\. Open a new one"):
         recorder.add_scores("train", added, logprobs=[[-1.0]])
     with pytest.raises(InvalidRecord, match="the recorder is closed"):
         recorder.add_sequences(step=2, response_ids=[[1]])
@@ -480,7 +480,7 @@ def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works
             recorder.add_metrics(1, {"loss": 0.5})
         recorder.add_metrics(1, {"loss": 0.5})
         with pytest.raises(
-            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*fix the add_sequences call"
+            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*Fix the add_sequences call"
         ):
             recorder.add_scores("train", bad, logprobs=LOGPROBS)
         good = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))
@@ -515,7 +515,7 @@ def test_device_scores_that_are_wrong_may_come_again(tmp_path):
         added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))
         recorder.add_scores("train", added, logprobs=torch.full((2, 2), 0.5))
         recorder.writer._worker.drain()
-        with pytest.raises(InvalidRecord, match="a log-probability is at most 0"):
+        with pytest.raises(InvalidRecord, match="A log-probability is at most 0"):
             recorder.add_scores("train", added, logprobs=torch.full((2, 2), -1.0))
         recorder.add_scores("train", added, logprobs=torch.full((2, 2), -1.0), policy_version=torch.tensor(3))
     assert table(recorder, "scores", "logprobs", "policy_version") == [([-1.0, -1.0], 3)] * 2

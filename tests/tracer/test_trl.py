@@ -587,7 +587,7 @@ def test_a_part_that_fails_ends_alone_and_is_named_once():
     )  # fmt: skip
     reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.)"
     assert sorted(line for line in run.done.stderr.splitlines() if "no longer recorded" in line) == sorted(
-        f"tim-trace: no longer recorded: {part} {reason}; everything else continues" for part in parts
+        f"tim-trace: no longer recorded: {part} {reason}. Everything else continues" for part in parts
     )
     found = info(str(run.trace))
     assert (found.state, found.exit_code) == ("finished", 0)
