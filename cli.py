@@ -48,7 +48,7 @@ SECTIONS = {
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
-        "watch": "Watch a run and its first alerts while it is recorded.",
+        "watch": "Watch a run and its first alerts while it is being recorded.",
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
@@ -731,10 +731,10 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
 )
-@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Token ratios that icepop keeps.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Range of token ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Geometric mean ratios per sequence that geometric keeps.",
+    help="Range of geometric mean ratios per sequence that geometric keeps.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
@@ -962,7 +962,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Record weights from a Hugging Face model folder as a version, so an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: tokenizer folder, if it is a different one.")
+@click.option("--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is elsewhere.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
@@ -1084,7 +1084,7 @@ def report(
 @_pair
 @_prints(wide=False, json="Print the current view as JSON at full precision.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
-    """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
+    """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Waits for a run that does not exist yet, and ends with the recording. Ctrl-C ends only the view. Each alert is shown
     with the step where it first fired. Alerts use published levels under their own definitions, and tim-trace's own

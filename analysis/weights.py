@@ -191,7 +191,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the rows; those that agree at every version are only counted, unless `verbose`."""
+    """Render the rows. Rows that agree at every version are only counted, unless `verbose`."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

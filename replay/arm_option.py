@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Non-engine values in `ArmOption.users`: two commands, and `factory` for models that return only logits."""
+"""Values in `ArmOption.users` other than engines: two commands, and `factory` for models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Clashing values for this option. Empty for all."""
+    """Values of this option that clash. If empty, all do."""
     others: tuple[str, ...] = ()
-    """Clashing values for the other option, compared up to the colon. Empty for all."""
+    """Values of the other option that clash, compared up to the colon. If empty, all do."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:
@@ -38,7 +38,7 @@ class ArmOption:
     values: tuple[str, ...] = ()
     """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Unsupported values by engine or command."""
+    """Values that an engine or command does not support, by engine or command."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
@@ -46,7 +46,7 @@ class ArmOption:
     most: float | None = None
     """Maximum for a float option, which must be above 0. None for an integer option."""
     label: str | None = None
-    """Prefix in generated arm names. None means the option name and a hyphen."""
+    """Prefix for generated arm names. None means the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:

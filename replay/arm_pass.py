@@ -30,7 +30,6 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._scored_steps: tuple[Snapshot | None, set[int]] = (None, set())
-        """A trace snapshot and the steps this pass has scores for in it."""
 
     @property
     def steps(self) -> list[int]:

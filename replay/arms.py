@@ -181,12 +181,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changes that prevent `locate` from observing operators. With vLLM, it can observe every mode."""
+        """Changes that keep `locate` from observing operators. With vLLM, `locate` can observe every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` can observe this arm: its operators run and round in this process."""
+        """True if operators run and round in this process, so that `locate` can observe them."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property

@@ -63,7 +63,7 @@ class PaddedBatch(_PlacedRows):
 
     @property
     def num_kept(self) -> int:
-        """K: trailing columns needed to cover every response token."""
+        """K: number of trailing columns that cover every response token."""
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
@@ -119,7 +119,7 @@ class Scored:
     routing: list[Routing] = field(default_factory=list)
     """Chosen experts for each row. Empty if routers were not recorded or observed."""
     kept: np.ndarray | None = None
-    """Where `rows` are among all rows in `batches`. None if they are the same."""
+    """Index of each row among all rows in `batches`. None if the rows are the same."""
 
     def only(self, names: Container[str]) -> Scored:
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
@@ -202,7 +202,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield rows in order, grouped while they fit. A row that never fits gets its own group."""
+    """Yield rows in order, in groups that fit. A row that is too large gets its own group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

@@ -40,7 +40,7 @@ class _PendingArm:
     scored_before: dict[int, set[str] | None]
     """Sequences already scored in this arm by step, or None for all."""
     is_replaced: bool = False
-    """True if the arm's existing pass must be removed first."""
+    """True if an existing pass for this arm must be removed first."""
 
     def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
         scored_before = self.scored_before.get(step, set())

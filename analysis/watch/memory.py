@@ -49,7 +49,7 @@ class Extent:
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Number of scores, except for replays outside the pair."""
+    """Number of scores. Replays outside the compared pair are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

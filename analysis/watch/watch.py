@@ -211,7 +211,7 @@ def watch(
     pair: str = "train:rollout",
     progress: Progress = no_progress,
 ) -> Iterator[Watched]:
-    """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
+    """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Yields a view every `every` seconds until recording ends, after waiting for the trace to exist. With `once`, yields
     a single view. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names the

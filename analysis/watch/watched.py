@@ -43,7 +43,7 @@ class Watched(Result):
     state: str
     """`waiting`, `live`, `finished`, `killed` or `stopped`."""
     exit_code: int | None = None
-    """The recorded command's exit code, or None while it runs or without a command."""
+    """The recorded command's exit code, or None if it is still running or there was no command."""
     is_over: bool = False
     """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
@@ -139,10 +139,11 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw a series in at most `width` characters, from the smallest value to the largest. Empty without values.
+    """Draw a series in at most `width` characters, scaled from its minimum to its maximum. Empty without values.
 
-    Merged steps show the worst mismatch (smallest ess, mean_d farthest from 0), the largest optimizer, length or policy
-    value, and otherwise the mean. A space marks a missing value, `!` a NaN or infinity.
+    If a character covers several steps, it shows the worst mismatch (smallest ess, mean_d farthest from 0), the maximum
+    for optimizer, length and policy series, and otherwise the mean. A space marks a missing value, `!` a NaN or
+    infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""

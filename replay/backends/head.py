@@ -16,7 +16,7 @@ CHUNK_BYTES = 128 << 20
 
 class BatchScorer:
     grad_enabled = False
-    """True if the recorded pass kept gradients. This affects kernel selection."""
+    """True if the recorded pass computed gradients, which affects kernel selection."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Return the response log-probabilities [N], row by row (nats)."""

@@ -22,7 +22,7 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay does not call them, but runs the model in the same way."""
+"""Functions that score packed rows. A replay runs the model in the same way without calling them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
 """transformers' check for each attention package. Without the package, transformers would fetch a hub kernel."""
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Why the recorded bits are not reproduced."""
+"""Reasons why the recorded bits are not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -57,7 +57,7 @@ _DROPPED = frozenset({
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
     "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Config fields that would make transformers fetch or import something, and labels."""
+"""Labels, and config fields that would make transformers fetch or import something."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
 

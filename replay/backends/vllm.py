@@ -31,7 +31,7 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Key for the forced tokens in a request's extra arguments."""
+"""Key under which a request's extra arguments contain the forced tokens."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 
 
@@ -219,7 +219,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM computes logprobs before it runs."""
+    """Return a logits processor that allows only the forced token. vLLM computes logprobs before calling it."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

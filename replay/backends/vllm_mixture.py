@@ -16,7 +16,7 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models with the same module names in vLLM and transformers. Their MLPs contain only experts."""
 _DIGIT = 256
-"""Numbering base for weights. Smaller integers are exact in every weight dtype."""
+"""Base for numbering weights. All smaller integers are exact in every weight dtype."""
 _DIGITS = 4
 
 

@@ -26,7 +26,7 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors per row, applied one after the other to round as a trainer does."""
+"""Two divisors per row. They are applied one after the other, to round as the trainer does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StepLoss:
     loss: Loss
     below: str
     above: str
-    """Pass in the correction ratio's numerator (train / rollout)."""
+    """Pass whose logprobs form the numerator of the correction ratio (train / rollout)."""
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
@@ -203,5 +203,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a unique key within an optimizer step. Sequences may occur more than once."""
+    """Return a key that is unique within an optimizer step, where a sequence may occur several times."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -10,9 +10,9 @@ from ...schemas.results import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGradient:
-    """Compares an arm's gradient a with the recorded gradient r in the whole model or one kind of module.
+    """Compares an arm's gradient a with the recorded gradient r, for the whole model or one kind of module.
 
-    a and r are sums over n micro-batches with shares a_i and r_i. n a_i estimates a from micro-batch i alone.
+    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). From micro-batch i alone, n a_i estimates a.
     """
 
     module: str
@@ -25,7 +25,7 @@ class ModuleGradient:
     norm_ratio: float | None
     """|a| / |r|, or None if r is 0."""
     bias: float
-    """|mean(n a_i - n r_i)| over micro-batches = |a - r|."""
+    """|a - r|, which equals |mean(n a_i - n r_i)| over micro-batches."""
     variance: float | None
     """Variance across micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
 
@@ -48,7 +48,7 @@ class GradientStep:
     forward_held: bool
     """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Micro-batches used for the variance. 0 if there are too few."""
+    """Number of micro-batches used for the variance, or 0 if there are too few."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()

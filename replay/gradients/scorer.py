@@ -32,7 +32,7 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """None, since gradients are taken with respect to separate adapters."""
+        """Always None: gradients are taken with respect to the adapters' own weights, so they are never merged."""
         return
 
     @property

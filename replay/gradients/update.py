@@ -56,9 +56,8 @@ class Update:
     rows: tuple[LossRow, ...]
     step_tokens: int
     step_places: int
-    """Forward passes per iteration over the whole step."""
     own_ratio: bool
-    """True if the old logprobs came from the loss's own forward pass, so every importance ratio was 1."""
+    """True if the old logprobs were computed in the loss itself, so that every importance ratio was 1."""
     metric_step: int | None
     """Step where this update's grad norm was logged, or None if unknown."""
     notes: tuple[str, ...] = ()
@@ -215,8 +214,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return the step where each policy version's update was logged, or None. As in TRL, several updates are logged at
-    consecutive steps, if those have no sequences."""
+    """Return the step where each policy version's update was logged, or None if unclear. TRL logs several updates at
+    consecutive steps, which must not have sequences of their own."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -1,6 +1,6 @@
-"""Attention over a KV cache. Results do not depend on keys that a query does not see.
+"""Attention over a KV cache. A query's result does not depend on keys that it cannot see.
 
-Unseen keys weigh exactly 0, and scales do not depend on them, so prefill, chunks and decode slice the same numbers.
+Those keys get a weight of exactly 0 and do not affect scales, so prefill, chunks and decode slice the same numbers.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.

@@ -81,7 +81,8 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. For a Python number, a GPU would multiply by the reciprocal."""
+    """Return x / number, rounded once. If `number` were a Python number, a GPU would multiply by its reciprocal
+    instead."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -93,7 +94,8 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51."""
+        """Slices per number. Relative to a vector's largest element, two slices keep at least 36 bits, and three at
+        least 51."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:

@@ -46,7 +46,6 @@ class Operator:
     owner: Any
     attribute: str
     is_heads_first: bool = False
-    """True for tensors [B, heads, T, D]. Otherwise tokens come first: [M, ...] or [B, T, ...]."""
 
 
 class Core:

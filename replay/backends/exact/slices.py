@@ -18,7 +18,7 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent for scales that can still be multiplied in float64. No float32 number reaches it."""
+"""Largest exponent of a scale that float64 can still multiply by. No float32 number reaches it."""
 _UNIT_BITS = 33
 UNITS = 1 << (53 - _UNIT_BITS)
 """How many values `sum_of_units` can add exactly."""
@@ -29,7 +29,7 @@ class Slices:
     """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Integers in float64: up to 2**bits in the first tensor, up to 2**(bits - 1) in the others."""
+    """Integers stored as float64: at most 2**bits in the first tensor, 2**(bits - 1) in the others."""
     exponent: Any
     """int64. Every element is below 2**exponent in magnitude."""
     bits: int
@@ -97,7 +97,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each order is exact, and adding another rounds once."""
+    """Sum over the orders, smallest terms first. Each order's sum is exact, so only adding them up rounds."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
