@@ -75,7 +75,7 @@ def check(
     trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = ALL_STEPS, partial: bool = False,
     ray: str | None = None, progress: Progress = no_progress,
 ) -> CheckResult:  # fmt: skip
-    """Report whether two passes may be compared, and if not, which fault prevents it.
+    """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     Each fault comes with evidence, its effect in nats, the share of affected tokens, and a command that confirms it.
     The check uses sums over the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:, 2:200:2)
