@@ -34,7 +34,7 @@ from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
-"""Everything that determines how a model is built and wrapped. Arms with equal keys share a model."""
+"""Everything that determines how a model is built. Arms with equal keys share a model."""
 
 
 class HfScorer:

@@ -25,7 +25,7 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for other code, which may split sums (unit roundoffs at a token's largest element)."""
+"""Extra error allowed for code that may split sums differently, in unit roundoffs of a token's largest element."""
 _ROWS = 64
 
 

@@ -20,8 +20,8 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Kinds of core inputs. Reported if no rotary precedes the core, or if only the keys are wrong, since keys pass through
-a cache after the rotary."""
+"""Inputs to an attention core. A wrong one is reported as such if no rotary embedding precedes the core, or if only the
+keys are wrong, because a cache lies between rotary and keys."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
@@ -33,7 +33,6 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers where the query, key or value norm was observed (one set each)."""
 
     def note_norm(self, name: str) -> None:
         for layers, norm in zip(self._normed, _NORMS, strict=True):
@@ -101,8 +100,8 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves norms. So if they differ and the norm layer before it was not observed, that layer is
-        wrong.
+        A rotation preserves norms. If the norms differ and the preceding norm layer was not observed, that layer is to
+        blame.
         """
         norms = [
             (name, kind_of(name))

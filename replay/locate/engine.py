@@ -40,7 +40,6 @@ _SAME_FUNCTION = 1e-9
 _SHARE_OF_MEMORY = 0.25
 """Fraction of free memory for recorded operator values."""
 _TASKS = 4
-"""Progress units per sequence: one for running both executions, two for judging them, one for propagating errors."""
 _NEAR_VERSIONS = 8
 """How many policy versions to search on each side for a tensor that differs."""
 
@@ -124,8 +123,6 @@ class _Location:
         self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
         is_asked: Callable[[str], bool], progress: Progress,
     ):  # fmt: skip
-        """`wanted` selects the operators to observe, `is_asked` those to judge and patch."""
-
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
         self._device = device_here()

@@ -163,7 +163,6 @@ class ExactExecution(Execution):
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """No limit, because this engine rounds only once, to the output dtype."""
     _keeps_double = False
 
     @property

@@ -20,15 +20,17 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds: a mixture's experts with their sum, and its choice if the router was not observed."""
+"""Kinds of findings about a mixture: its experts with their sum, and its choice of experts if the router was not
+observed."""
 _MOST_FLIPPED = 0.25
-"""If the router was not observed, rounding may flip experts for at most this fraction of tokens. Beyond it, the choice
-itself is judged wrong."""
+"""If the router was not observed, rounding may flip the experts of at most this fraction of tokens. Otherwise, the
+choice itself is wrong."""
 _STEPS = 4.0
-"""Rounding error allowed for an expert's logit, and for each later value up to the choice (unit roundoffs)."""
+"""Allowed rounding error for an expert's logit, and for each value computed from it before the choice (unit roundoffs).
+"""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts for chosen and other experts, relative to the allowed rounding error. A choice is accepted if it follows from
-the logits under any pair."""
+"""Pairs of shifts for chosen and other experts, relative to the allowed rounding error. A choice is accepted if the
+logits imply it under any pair."""
 
 
 def judge_router(
@@ -131,8 +133,6 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
-    """Replaces the first result equal to `made` with `given`, then shifts all later expert values."""
-
     def __init__(self, made: Any, given: Any, moved_TE: Any):
         super().__init__()
         self._made, self._given, self._moved_TE = made, given, moved_TE

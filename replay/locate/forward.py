@@ -36,7 +36,6 @@ RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "e
 """Computations between operators: residual additions, gate times up, anything else, and changes to embeddings before
 the first layer."""
 INPUT = "input"
-"""Suffix for an operator's input that should equal the layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -50,7 +49,7 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Within the block, judge the values around each operator and replace them with the execution's."""
+        """Inside the context, judge each operator, and continue with the values recorded from the execution."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)

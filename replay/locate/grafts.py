@@ -91,7 +91,6 @@ class Graft:
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the input dtype under autocast. Autocast would keep float64, so the giver's dtype replaces it."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -100,7 +99,6 @@ class Graft:
 
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
-        """Use the giver's settings. Otherwise a float64 taker would keep values in float64 that the giver narrows."""
         is_double = self._first.dtype == torch.float64
         with (
             KeepDouble() if is_double else torch._C.DisableTorchFunction(),
@@ -146,7 +144,8 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 class VllmGiver(Graft):
-    """Replaces a transformers model's projections, norms and embedding. vLLM's other operators need its KV cache."""
+    """Replaces a transformers model's projections, norms and embedding with vLLM's. vLLM's other operators need its KV
+    cache, so they cannot be used here."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker

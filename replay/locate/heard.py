@@ -22,8 +22,6 @@ _STEEPEST = 1.13
 
 
 class Arithmetic(Protocol):
-    """What the bounds need to know about an execution's arithmetic."""
-
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """torch dtypes by parameter name."""
@@ -34,7 +32,7 @@ class Arithmetic(Protocol):
 
     @property
     def attention_cut(self) -> float:
-        """How much attention may cut from each weighted value, relative to the largest one."""
+        """Largest part that attention may cut from each weighted value, relative to the largest value."""
 
     @property
     def coarsest(self) -> Any:
@@ -55,18 +53,19 @@ class Heard:
         self.entered: dict[int | None, Any] = {}
         """float64 inputs by layer index."""
         self.branches: list[Any] = []
-        """Attention and MLP outputs since the last residual addition."""
+        """Outputs of attention and MLPs since the last residual addition."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """Unobserved operators by (layer, kind): exact output, and a function from dtype to error bound."""
+        """Operators that were not observed, by (layer, kind): their exact output, and a function from dtype to error
+        bound."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Start a call. Return the recorded one, or None if it was not observed."""
+        """Begin an operator call. Return the recorded call, or None if it was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """End a call. Return the recorded one, and release its values unless the head needs them."""
+        """End an operator call. Return the recorded call, and release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -79,7 +78,6 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding for these dtypes, limited to the execution's coarsest dtype."""
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -91,7 +89,6 @@ class Heard:
         self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
         made_in: Any = None,
     ) -> Any:  # fmt: skip
-        """Bound the error in an operator's output `given`. `made_in` is its dtype before any cast."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -122,7 +119,6 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return an operator's weight dtype (by default the coarsest one) and the recorded one."""
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -155,7 +151,6 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return the error from unobserved projections at the activation or the last projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the activation's input

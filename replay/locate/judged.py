@@ -13,9 +13,8 @@ Point = tuple[str, str, int]
 """Operator call name, TAKES or GIVES, and tensor index."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
+"""Key of a recorded value: operator call, TAKES or GIVES, and tensor index."""
 _ORDERS = 10_000
-"""Order numbers reserved for each layer. No layer has this many operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,6 @@ class Judgement:
     """Introduced error at each point (found minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. From then on, operators outside the layers come last."""
 
     def add(
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,

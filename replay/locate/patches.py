@@ -118,8 +118,8 @@ def _choices(
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return the taker's float64 logprobs [T] by sequence, using the experts in `chosen`. Where the taker selects the
-    same experts, it keeps its own weights and order, so only the choice has an effect."""
+    """Return the taker's float64 logprobs [T] by sequence, with the experts in `chosen`. If the taker would choose the
+    same experts, its own weights and order are kept, so that only different choices have an effect."""
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]
 
