@@ -26,7 +26,7 @@ class Column:
     alignment: str = "one value per row"
     """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """What NULL means. Empty for required columns. Older releases' files may lack any other column."""
+    """What NULL means. Empty for required columns. All other columns can be missing from older files."""
     keyword: str = ""
     """Recorder.add_sequences keyword, if it differs from the column name."""
     is_made: bool = False

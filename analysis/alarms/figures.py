@@ -23,7 +23,7 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), ascending by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics computed from tokens because no series has them."""
+"""Metrics that are computed from tokens because no series has them."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 """Per-sequence sums needed for OF_TOKENS and NOT_FINITE."""
 NOT_FINITE = "num_not_finite"
@@ -40,7 +40,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute the same as `read_token_figures` from the step and NEEDED_SUMS for each sequence."""
+    """Compute what `read_token_figures` returns, given the step and NEEDED_SUMS for each sequence."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -119,11 +119,11 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 GAP = 0.06
 """The mismatch can bias a run above this mean |d| in a step (nats)."""
 UNEQUAL = 0.05
-"""Rewards contradict each other above this share of repeated responses with a different reward."""
+"""If a larger share of repeated responses gets a different reward, rewards contradict each other."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Consecutive steps above the level before a mismatch or gradient norm alert fires."""
+"""Number of consecutive steps above the level before a mismatch or gradient norm alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Published levels apply to values logged at a single step, so one step beyond the level makes an alert fire."""
+"""Published levels apply to values logged at a single step, so a single step beyond the level makes an alert fire."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class AlarmReading:
     """The metric's value at `worst_step`, or None if the rule has no single value."""
     is_raised: bool
     worst_step: int | None
-    """Step that exceeds the level most or comes closest, or None without values."""
+    """Step that exceeds the level most, or comes closest to it. None without values."""
     first_step: int | None = None
     """First step where the alert fires, or None."""
     first_value: float | None = None

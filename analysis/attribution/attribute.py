@@ -37,9 +37,9 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Configuration differences, considered even if the data differ earlier."""
+"""Differences in the configuration. They are considered even if the data differ at an earlier step."""
 FELL_TOO = 0.6
-"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
+"""If the baseline's relative drop is larger than this fraction of the run's, the baseline counts as collapsed, too."""
 
 
 def attribute(
@@ -170,7 +170,7 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Fact values that may hold the value before and after a change. The view shows the first one present."""
+"""Names of fact values that can be the value before and after a change. The view shows the first that a fact has."""
 
 
 def facts_table(database: Database) -> pa.Table:

@@ -100,7 +100,7 @@ class SupposedCause:
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""A suspect more probable than this is reported as the cause, because it outweighs all others together."""
+"""A suspect above this probability is reported as the cause. It is then more likely than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
 

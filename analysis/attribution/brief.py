@@ -6,7 +6,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum number of characters in the facts table. Keeps the whole brief to about 4,000 tokens."""
+"""Maximum number of characters in the facts table. It keeps the whole brief at about 4,000 tokens."""
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0

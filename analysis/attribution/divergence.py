@@ -34,7 +34,7 @@ class Divergence:
     """First step that differs. For weights, the step with the update that made them differ."""
     num_before: int
     is_sudden: bool = True
-    """True if the weights were bitwise identical before, False if the runs drifted apart through rounding."""
+    """True if the weights were bitwise identical until then, False if rounding had made them drift apart."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 

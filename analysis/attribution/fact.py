@@ -18,7 +18,7 @@ class Fact(Statement):
     group: str = ""
     """Distinguishes facts with the same code, e.g. by a changed setting's suspect."""
     kind: str = ""
-    """Name shared by codes that form one feature in the model. Usually empty."""
+    """Common feature of several codes in the model. Usually empty."""
 
     @property
     def feature(self) -> str:

@@ -41,7 +41,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return each feature's strongest fact, weakened by the share explained by other facts."""
+    """Return each feature's strongest fact, reduced by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -124,7 +124,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are near ties if a fact supports each by at least this fraction of its strongest support."""
+"""Suspects are nearly tied if a fact supports each by at least this fraction of its strongest support."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

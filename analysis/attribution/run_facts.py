@@ -69,7 +69,8 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Inputs that changed abruptly and permanently long before the drop. Their effect may take many updates."""
+        """Inputs that changed abruptly and permanently long before the drop. Their effect can take many updates to
+        show."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -123,7 +124,8 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Repeated responses since the onset, or since the end of its interval if only later rewards are misplaced."""
+        """Repeated responses since the onset, or since the end of the onset's interval if only later rewards are
+        misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -136,7 +138,8 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop. With enough steps, only the first half, as the cause may begin earlier."""
+        """Sequences before the drop. If there are enough steps, only the first half is used, because the cause may set
+        in before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -285,7 +288,8 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels."""
+        """Locate the drop in the difference from a baseline run with the same seeds, because shared noise cancels
+        there."""
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall

@@ -25,7 +25,7 @@ EVIDENCE: Mapping[str, str] = {
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
-    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
+    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began, so it is a consequence of the drop",
     "not_sampled_so": "since the drop, sampled tokens have a mean -logprob of {surprisal:.2g} nats but an entropy of only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",

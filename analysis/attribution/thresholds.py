@@ -5,29 +5,31 @@ from __future__ import annotations
 OTHER_ENDINGS = 0.2
 """Responses count as cut off if at least this fraction per step end early on an unusual token."""
 OF_NO_SCATTER = 10.0
-"""An input change of at least this many standard deviations is deliberate."""
+"""An input that changes by at least this many standard deviations was changed deliberately."""
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the drop's onset."""
 LAG_GROWS = 2.0
 """The engine is too far behind at this multiple of its usual lag. Slow sequences increase the lag by less."""
 LEARNED = 0.1
-"""Initial fraction of the run that shows what is normal, such as the lag."""
+"""Fraction of the run, from its start, that defines what is normal, such as the lag."""
 WAS_THERE = 0.5
-"""Reward noise is not the cause if more than this fraction preceded the drop."""
+"""If more than this fraction of the reward noise was present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Advantages follow rewards if they correlate above this within a step. A critic may remove most of the reward."""
+"""Minimum correlation within a step for advantages to follow rewards. It is low because a critic may remove most of the
+reward."""
 ADVANTAGE_AGREES = 0.7
-"""Advantages agree with rewards above this correlation within groups. Clipping leaves it above 0.8."""
+"""Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""Fraction of rewards that may change under the same verifier."""
+"""Maximum fraction of rewards that can change without a change of verifier."""
 FEW_CHANGED = 10
 """Minimum number of changed rewards before the verifier counts as changed."""
 ABRUPT = 10.0
-"""The mismatch jumps if it grows by this factor in one step. Training alone causes less."""
+"""A mismatch that grows by this factor in one step jumps. Training alone causes slower growth."""
 MISMATCH_DIFFERS = 3.0
-"""The mismatch differs between two runs from this ratio on. With the same engine, it reaches 1.5 by chance."""
+"""Minimum ratio between two runs' mismatches for them to differ. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""A smaller mean |d| (nats) is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several months."""
+"""Below this mean |d| (nats), a mismatch is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several
+months."""
 MIXED = 0.5
 """Minimum ratio between changed rewards and those a shuffle within groups would change, for rewards to be mixed up."""
 MANY_SHARED = 0.3
@@ -35,10 +37,11 @@ MANY_SHARED = 0.3
 FEWEST_SHARED = 4
 """Minimum number of sequences with shared prompts. Trainers that drop groups with equal rewards differ in prompts."""
 MOSTLY_CUT = 0.8
-"""A length limit is the reason if at least this fraction of differing responses just end early."""
+"""A length limit explains different responses if at least this fraction of them just end early."""
 LENGTH_SHARE = 0.5
 """Minimum fraction of rewards per step that differ if the reward starts to depend on length."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the variance it explains rises from below the first value to the second."""
+"""Rewards start to depend on length if the share of variance explained by length rises from below the first value to
+above the second."""
 WEIGHTS_DIFFER = 1e-5
 """Minimum difference (nats) between a response's mean logprobs under different weights. fp32 kernels cause 1e-7."""

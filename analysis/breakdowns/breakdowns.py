@@ -25,7 +25,7 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""The last bin includes all higher entropies. Nine million equally likely tokens have 16 nats."""
+"""Lower end of the last bin, which covers all higher entropies. Nine million equally likely tokens have 16 nats."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -141,7 +141,7 @@ class Breakdowns:
     num_recorded_tokens: int
     """Response tokens in the whole run."""
     how: str
-    """A sentence that says which tokens were read."""
+    """Which tokens were read, as a sentence."""
     d_edges: Array
     """[Y + 1] bin edges (nats), symmetric about 0. The first and last bins include values beyond them."""
     density: np.ndarray

@@ -49,7 +49,7 @@ class CheckResult(Result):
     rms_d: float
     """Root mean square of d (nats)."""
     findings: tuple[Finding, ...]
-    """Findings, most probable first; never empty."""
+    """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
     """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token covered by several
     findings belongs to the first."""
@@ -129,7 +129,7 @@ def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
-    """Return the run's first step and its rms d (nats), or None if that step is selected anyway."""
+    """Return the run's first step and its rms d (nats), or None if `steps` includes that step."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"

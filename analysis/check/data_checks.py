@@ -67,7 +67,7 @@ KINDS = {
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
-    "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} equals the rows' mean {late} one step, not at its own step: values are logged under the wrong step"),
+    "metric_late": ("a logged metric belongs to another step", "{name} is logged one step {late} the rows that it averages, at all {num:,} logged steps: values are under the wrong step"),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}: the entropies are in bits, not nats"),
@@ -154,14 +154,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors not reached by chance even in a thousand steps."""
+"""Number of standard errors that chance does not exceed even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
     "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Rules under which a group's advantages still sum to about 0 -> code."""
+"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
@@ -177,7 +177,7 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, column, allowed error for sampled or weighted rows, and the names frameworks log its mean under."""
+"""Table, column, error to allow if rows are sampled or weighted, and the names under which frameworks log the mean."""
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -223,8 +223,8 @@ class _Run:
         return next((f"{key} = {each}" for key, each in given if name.search(key) and value.search(each)), "")
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step after which most steps are affected (for a temporary fault, the first affected step), or None
-        if that is the run's first step."""
+        """Return the first step after which most steps are affected (or the first affected step of a temporary fault).
+        None if that is the run's first step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -456,11 +456,11 @@ def _rules(
 def _unequal(
     r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
 ) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find groups with an inconsistent baseline.
+    """Find groups whose advantages have no consistent baseline.
 
-    Advantages differ between equal rewards, or are not 0 although all rewards are equal, or no longer sum to 0 because
-    rows were removed. `group` holds [N] group numbers that differ between steps. Returns the code, the affected rows
-    ([N] bool), and the numbers.
+    Equal rewards have different advantages, advantages are not 0 although all rewards are equal, or advantages no
+    longer sum to 0 because rows were removed. `group` holds [N] group numbers that differ between steps. Returns the
+    code, the affected rows ([N] bool), and the numbers.
     """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
@@ -511,8 +511,8 @@ def _unequal(
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
-    """Find rows with a different sign or scale, some rows divided by the standard deviation and some not, or rows with
-    advantage 0. Returns the same as `_unequal`."""
+    """Find rows whose sign or scale differs, rows with advantage 0, and steps where only some rows are divided by the
+    standard deviation. Returns the same as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -581,11 +581,11 @@ class AdvantageRule:
     between: float = 0.0
     """Spread between the groups' mean advantages, relative to rms advantage."""
     fit: float = 0.0
-    """Correlation between the recorded advantages and the rule's."""
+    """Correlation between the recorded advantages and those computed by the rule."""
     own: float = 0.0
-    """The same with the group's mean as the baseline."""
+    """`fit` with the group's mean as the baseline."""
     factor: float | None = None
-    """Scale of the advantages if no usual group or batch normalisation explains it."""
+    """Scale of the advantages, if no usual normalisation by group or batch explains it."""
 
 
 def rule_of(
@@ -837,7 +837,7 @@ class _Logged:
     off: np.ndarray
     """[E] bool: the value contradicts the rows."""
     is_sample: bool
-    """True if most values differ, as when other rows were averaged."""
+    """True if most values differ. They do if other rows were averaged."""
 
     @property
     def asked(self) -> np.ndarray:
@@ -985,7 +985,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return weights for the parts and a constant that together give every reward, if they exist."""
+        """Return the weights and the constant that turn the parts into every reward, if they exist."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
@@ -1080,7 +1080,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: tokens at a row's end that only repeat the previous token."""
+    """Return which tokens only repeat the previous token up to the end of their row, [N] bool."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))

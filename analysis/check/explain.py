@@ -76,7 +76,7 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
-"""Below this unexplained share, an explanation competes only with others that predict values."""
+"""An explanation that leaves less than this share competes only with others that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability for listing a kind before the finding that says which part of the run is affected."""
 MIN_LIKELY = 0.4
@@ -112,7 +112,7 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
-"""Fault-free verdicts. They are dropped if another part of the run has a fault."""
+"""Verdicts without a fault. They are dropped if another part of the run has a fault."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
@@ -187,8 +187,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding if the finding covers only part of the tokens and nearly all of those beyond
-    rounding are at that place."""
+    """Add a place to the first finding, if it covers only some tokens and nearly all tokens beyond rounding are at that
+    place."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -203,8 +203,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add the step where the first finding begins, or the steps it is confined to (at most five), unless chance could
-    explain its absence elsewhere."""
+    """Add to the first finding the step where it begins or the few steps (at most five) it is confined to, unless
+    chance can explain why it is absent elsewhere."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -225,7 +225,7 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Label a finding as visible only once `behind` is corrected for. Its command is dropped because it reads the
+    """Label a finding as visible only after correcting for `behind`. Its command is dropped because it reads the
     original trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 

@@ -33,14 +33,12 @@ class Pooled:
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Response log-probabilities [T] by side and sequence (nats)."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
-    """As in `Located.products`. A residual stream is judged in two places, and their errors add up."""
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """`product` is the error's contribution to sum d^2 (nats^2)."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})

@@ -81,7 +81,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within the block, layers keep only their inputs and recompute the rest in the backward pass."""
+        """Inside the context, layers keep only their inputs, and recompute the rest in the backward pass."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -93,7 +93,7 @@ class Reference:
 
     @contextmanager
     def _running(self, window: Window) -> Iterator[None]:
-        """Within the block, layers outside the window return their input unchanged."""
+        """Inside the context, layers outside the window return their input unchanged."""
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)

@@ -101,7 +101,6 @@ class SequenceJudge:
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
-        """`heard` holds both executions' values in the last window. `listen` returns those in another."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}

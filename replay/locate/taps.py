@@ -31,7 +31,8 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator adds two inputs first. `takes` has their rounded sum, but the exact one may be used."""
+    """True if the operator first adds two inputs. `takes` has their rounded sum, although the operator may use the
+    exact one."""
     is_other_code: bool = False
     """True if the operator does not run the recorded model's code. Its code may round at each step."""
 
@@ -141,7 +142,7 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor to use instead of `value`, or None if no size matches."""
+    """Return the recorded tensor that replaces `value`, or None if no size matches."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 

@@ -20,13 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum response tokens per bucket, unless a single step has more."""
+"""Maximum number of response tokens in a bucket. A single larger step is allowed."""
 SWEEP_BUCKETS = 128
 """Maximum buckets to fill in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum response tokens per row group. Smaller steps share one."""
+"""Minimum number of response tokens in a row group. Smaller steps share a group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Limit for raising STEP_TOKENS, and the number of row groups per file that triggers it."""
+"""Upper bound for STEP_TOKENS, and the number of row groups per file at which STEP_TOKENS is raised."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -37,7 +37,6 @@ class Part:
     row_group: int
     steps: np.ndarray
     tokens: np.ndarray
-    """Estimated response tokens per step, from the row group's mean."""
     num_bytes: int
 
 

@@ -152,7 +152,6 @@ class Progress:
     updates_a_transfer: int
     """Actor updates per weight transfer."""
     transfers_ahead: int = 0
-    """How far verl's transfer numbers run ahead."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
@@ -200,7 +199,8 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 
 
 class Forwards:
-    """For each row in an engine call: its forward pass, its position, rows in that pass, padding after it."""
+    """One entry per row in an engine call: its forward pass, its position, the rows in that pass, and the padding after
+    it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         self._engine = engine

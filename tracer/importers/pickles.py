@@ -16,7 +16,7 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Charged to the budget for each list, dict or tuple, because pickles do not state their sizes up front."""
+"""Bytes charged for each list, dict or tuple, because pickles do not state their sizes up front."""
 VIEWED_BYTES = 1 << 16
 """Byte strings this long or longer stay views of the file instead of being copied."""
 BYTES = (bytes, memoryview)

@@ -58,8 +58,8 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads a trace's policy versions.
 
-    The last version read stays in memory, so its successor needs only one delta. The first one is not kept, because it
-    may be the only one, and neither are versions larger than half the machine's memory.
+    The last version read stays in memory, so that its successor needs only one delta. Exceptions are the first version,
+    which may be the only one, and versions larger than half the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -267,7 +267,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Turn another version's chunk into this one through a common ancestor, or return None."""
+        """Convert a chunk from another version to this version through a common ancestor, or return None."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))

@@ -75,7 +75,7 @@ class WeightWriter:
         self._stored = self._of_deltas = 0
         self._is_few = True
         self._recent: list[list[ChunkChanges]] = []
-        """Level -> changes not yet summed: single rows, sums over STRIDE rows, and so on."""
+        """Changes that are not yet summed, by level: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
         """Elements to change when rebuilding each row from the keyframe."""
         self._segment = Segment(writer, -1)

@@ -15,7 +15,7 @@ from .engine import is_farther_behind, weighs
 _SAME = 1e-5
 """Maximum relative difference between two logged numbers that count as equal."""
 _SHOWS = 1e-4
-"""Minimum policy change per update (nats per token) for a loss term to show in the gradient norm."""
+"""Minimum policy change per update (nats per token) that makes a loss term visible in the gradient norm."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:

@@ -24,7 +24,7 @@ from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, wher
 CAP_NATS = 3.0
 """Maximum cost of a token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| in a row for comparing it with other rows or positions (nats)."""
+"""Minimum mean |d| (nats) of a row that is compared with other rows or positions."""
 MIN_SHIFTED = 0.6
 """Minimum share of mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
 cannot be realigned."""
@@ -143,8 +143,6 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that pass b (pass a with `of_a`) has the values of `tokens` at the tokens `source`, [K]
-    index or -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
@@ -216,8 +214,8 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the quantity that the shifts equal, if any, such as `padding of 8` or `place of 8` in blocks of 8 rows, or
-    `padding of step`."""
+    """Return the quantity that equals the size of each shift, such as `padding of 8` or `place of 8` in blocks of 8
+    rows, or `padding of step`. Empty if there is none."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -363,7 +361,7 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pass b's lag that minimises the cost of each row, [R, T], and the nats saved over no lag, [R].
+    """Return pass b's lag with the lowest cost at each position, [R, T], and the nats saved compared with no lag, [R].
 
     A nonzero lag at the start, and each lag change, cost LAG_SWITCH_NATS. A token without a partner costs CAP_NATS / 2.
     """
@@ -414,7 +412,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return the token whose value in pass a matches the value in pass b, [K], or -1. None if too few match."""
+    """For each kept token, return the token whose value in pass a equals its value in pass b, [K] index or -1. None if
+    too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

@@ -21,16 +21,16 @@ MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
 """Minimum number of tokens, and of different token ids, for testing a value. Placeholders are not tied to one id."""
 _SHARED_FACTOR = 10
-"""A value shared by both passes is a placeholder if it occurs in this many times more contexts than nearby values."""
+"""A value found in both passes is a placeholder if it occurs in this many times more contexts than nearby values."""
 _REPEATED_FACTOR = 3
-"""The same factor for a value in only one pass."""
+"""The same factor for a value found in only one pass."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
 MIN_COPIED_TOKENS = 4
-"""Minimum number of bitwise equal logprobs below -1e-3 nats for considering a row copied."""
+"""Minimum number of bitwise equal logprobs below -1e-3 nats in a row that counts as copied."""
 COPIED_BY_CHANCE = 1e-4
-"""Maximum number of rows expected to be equal by chance, judging by the share of equal tokens in all other rows."""
+"""Maximum number of rows that chance may make equal, judging by the share of equal tokens in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",

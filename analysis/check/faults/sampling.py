@@ -159,9 +159,9 @@ class ScaleFit:
     """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
-    """Range of the scales fitted with either side as the reference, plus two standard errors."""
+    """Range of the scale: fits with either side as the reference, plus two standard errors."""
     r2: float
-    """Share of the variance of d explained by the scale, from the reference with the smaller share."""
+    """Share of the variance of d explained by the scale, for the reference that explains less."""
     score: float
     """Distance between the scale and 1, in standard errors."""
     residual: np.ndarray
@@ -239,10 +239,6 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a quadratic term.
-
-    `weight` is d / off.
-    """
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
@@ -452,7 +448,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
-    kept tokens. If the distribution has a flat tail, every nucleus has the same mass. A token alone in its nucleus has
+    kept tokens. A nucleus of a flat-tailed distribution always has the same mass. A token alone in its nucleus has
     logprob 0.
     """
     if recorded_filter(data):
@@ -640,7 +636,8 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Explain d if, between tokens in one context, its difference is either 0 or the same size in all contexts."""
+    """Explain d if, between two tokens in the same context, it either does not change or changes by the same amount
+    everywhere."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])

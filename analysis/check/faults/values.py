@@ -104,7 +104,7 @@ _SAMPLED = {
     "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
     "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
     "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}: the tokens were sampled from {other}'s "
-    "distribution, so {side} contains something else",
+    "distribution, so {side}'s values are not their logprobs",
     "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats: the tokens were not sampled from "
     "its distribution, so one side has broken weights or scored different text",
 }
