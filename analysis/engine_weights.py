@@ -29,7 +29,8 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's tensor, so it can be compared without earlier versions."""
+"""SQL condition: the engine received and holds the trainer's tensor. Such tensors need no comparison with earlier
+versions."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -39,7 +40,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts tensors that the engine always received unchanged."""
+"""Counts tensors that always arrived in the engine unchanged."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),

@@ -42,7 +42,7 @@ KINDS = {
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
-    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}; all others follow the group's mean and scale"),
+    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow other rows' rewards ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),

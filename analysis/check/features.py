@@ -102,7 +102,7 @@ def _certainty(score: float) -> float:
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus the mean outside in standard deviations, or 0 with fewer than 4 values in either."""
+    """Return the mean inside minus the mean outside, in standard deviations. 0 if either has fewer than 4 values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -134,12 +134,13 @@ def fades(data: PairData, inside: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) after subtracting its mean per token id and per step. All 0 with too few tokens."""
+    """Statistics of log(|d| / (1 - p)) after subtracting the means per token id and per step. All 0 if there are too
+    few tokens."""
 
     persistence: float
     """Mean autocorrelation over _LAGS. High if the mismatch changes inside sequences."""
     sequence_score: float
-    """Excess share of variance between sequences over chance, in standard deviations."""
+    """By how many standard deviations the variance between sequences exceeds what chance produces."""
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
 
@@ -176,7 +177,7 @@ def token_effect(data: PairData) -> tuple[float, float]:
     """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and its z-score under pure
     noise.
 
-    Values are clipped at the 99th percentile of their size. Both are 0 with too few tokens.
+    Values are clipped at the 99th percentile of |d / (1 - p)|. Both results are 0 if there are too few tokens.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
@@ -215,12 +216,12 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return how well d follows pass a's trend over the steps, in standard errors over sequences, or 0 for fewer than
+    """Return how well d follows pass a's trend over the steps, in standard errors over sequences. 0 for fewer than
     three steps.
 
     For each token bigram, mean d is multiplied by the trend of its logprob in pass a. The product averages 0 for
-    rounding, and is positive if pass b lags behind pass a and negative in the opposite case. How d depends on the
-    logprob is removed first.
+    rounding. It is positive if pass b lags behind pass a, and negative if pass a lags behind pass b. The dependence of
+    d on the logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -323,10 +324,10 @@ def growth(data: PairData) -> MismatchGrowth:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that agree within rounding, and the indices of the others.
+    """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. Otherwise,
-    the share is 0 and there are no indices.
+    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. If they do
+    not, the share is 0 and there are no indices.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -446,8 +447,8 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate a kind from the others, best first: name, value, and whether it
-    is above the mean."""
+    """Return the features in REASONS that best separate a kind from other kinds, best first: name, value, and whether
+    the value is above the mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])

@@ -251,9 +251,10 @@ class Hypothesis:
     gain: float
     """Log likelihood gained over no explanation, minus the cost (nats)."""
     left: float | None = None
-    """Share of the mismatch at `tokens` that the prediction leaves. None if it does not predict sizes."""
+    """Share of the mismatch at `tokens` that the prediction leaves unexplained. None if it does not predict sizes."""
     rank: int = 0
-    """Lower for fewer parameters. Among explanations with at least half of the best gain, the lowest rank wins."""
+    """Lower if there are fewer parameters. The lowest rank wins among explanations with at least half of the best gain.
+    """
     right: np.ndarray | None = None
     """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
     corrected."""
@@ -300,7 +301,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens have a large d. Its size is fitted."""
+    """Return an explanation that predicts which tokens have a large d, while its size is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -26,7 +26,7 @@ FEW_TOKENS = 500
 MIN_REST = 0.02
 """Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
 LEAST_REST = 1e-3
-"""Minimum 1 - p assumed when converting d into a logit change."""
+"""Minimum 1 - p to assume when converting d into a logit change."""
 TOKEN_SHRINKAGE = 10.0
 """Pseudo-count for shrinking each token id's mean towards the overall mean."""
 
@@ -47,7 +47,7 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and its rms d (nats). None if that step is selected anyway."""
+    """First step of the run and its rms d (nats). None if `steps` includes that step."""
     keep: np.ndarray
     """[N] bool: compared tokens that no earlier finding explains."""
 
@@ -205,11 +205,12 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has float16's mantissa. Between a float32 engine and trainer,
-the mismatch exceeds float32 rounding because kernels round matmul inputs (0.0019 nats rms at 8 billion parameters)."""
+"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and
+trainer use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at
+8 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum rms logit error, in units of the roundoff times `spread`, because large logits have large errors.
-Divided by the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models with up to 130
+"""Usual maximum of the rms logit error, in units of the roundoff times `spread` (large logits have large errors).
+Relative to the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models with up to 130
 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
@@ -217,7 +218,7 @@ HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> exponent of the smallest normal number, as in `frexp`. Below it, values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Probability grids to try: number of equal steps between 0 and 1."""
+"""Grids to try for probabilities, given as the number of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
@@ -227,8 +228,8 @@ MIN_SPREAD = 1.0
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> grid steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance, in steps, that
-counts as on the grid: four times a float32 logprob's error."""
+"""dtype -> number of grid steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from
+the grid, in steps, at which a value still counts as on it: four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +295,8 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, `decimals`, `steps of` or
     `probabilities in steps of`.
 
-    None if too few are informative. If 95% of values fit both a dtype and a grid, the dtype wins unless the grid has
-    less than half as many points.
+    None if too few are informative. If 95% of the values fit both a dtype and a grid, the dtype is returned, unless the
+    grid has less than half as many points.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -340,8 +341,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the sampled tokens' log-odds spread (nats), at least MIN_SPREAD: standard deviation plus, in quadrature,
-    any positive mean."""
+    """Return the spread of the sampled tokens' log-odds (nats, at least MIN_SPREAD): their standard deviation and, if
+    positive, their mean, added in quadrature."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
@@ -401,10 +402,10 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the logits' dtype from logprob differences within one context, or None with too few.
+    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few.
 
     In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
-    so are their differences, whatever the softmax dtype. A temperature divides the spacing.
+    so are their differences, whatever the softmax dtype. A temperature divides this spacing.
     """
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])

@@ -24,16 +24,17 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio between the two parts' mean mismatches. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description (nats). With so many descriptions, one can reach 10 by chance."""
+"""Minimum evidence for a description (nats). So many descriptions are tried that one reaches 10 by chance."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences or tokens on each side of a threshold."""
+"""Minimum number of sequences or tokens on either side of a threshold."""
 MAX_COVERED = 0.95
-"""Maximum share of tokens that a set of values may cover. A mismatch at nearly all tokens is not concentrated."""
+"""Maximum share of tokens covered by a set of values. A mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
+"""Minimum number of rows in which the mismatch begins partway through. With fewer, no triggering token ids are searched
+for."""
 TRIGGER_SLACK = 4
 """Maximum number of tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between
 can mask the onset."""
@@ -53,7 +54,7 @@ class Where:
     ratio: float
     """Mean mismatch inside divided by the mean mismatch outside."""
     mean_ratio: float
-    """The same ratio of arithmetic means, which bit-identical tokens hardly affect."""
+    """`ratio` computed with arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
     """Median logit error outside (nats)."""
 
@@ -251,8 +252,8 @@ def _best(
 ) -> tuple[float, Kind, np.ndarray] | None:
     """Return the best split as (gain, kind, indices of the values inside), or None.
 
-    For each of V values, `counts` and `sums` have the number of units (sequences or tokens) and the sum of their
-    levels. `level` has every unit's level.
+    For each of the V values of a feature, `counts` has the number of units (sequences or tokens) and `sums` the sum of
+    their levels. `level` has the level of every unit.
     """
     num = len(level)
     sums = sums - counts * level.mean()
@@ -376,7 +377,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return each sequence's index within its step [S], ordered by the number in its id."""
+    """Return each sequence's index within its step [S]. Sequences are ordered by the number in their id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):
@@ -438,8 +439,8 @@ def rank_of(label: np.ndarray) -> np.ndarray:
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the part of the rows (text, [S] bool) where `values` [S] differ most from the others, or None if chance
-    can explain it.
+    """Return the part of the rows (text, [S] bool) where `values` [S] differ most from all others, or None if chance
+    can explain the difference.
 
     Only features known before sampling are tried. NaN means no value.
     """

@@ -85,16 +85,17 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the least-squares index for a step from 0 to a constant."""
+    """Return the step index where a jump from 0 to a constant fits best (least squares)."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean relative to the per-step standard deviation, or None if not significant. Infinity without noise.
+    """Return the mean relative to the per-step standard deviation. None if it is not significant, infinity without
+    noise.
 
-    Few steps follow Student's t. Its quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1))
-    (Wallace, Annals of Mathematical Statistics 30, 1959).
+    Means of few steps follow Student's t-distribution. Its quantile is approximated from the normal z by sqrt(df
+    (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES

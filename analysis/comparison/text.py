@@ -23,7 +23,7 @@ FIRST: Mapping[str, str] = {
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Clause that follows the step."""
+"""Clause that follows the step in a sentence."""
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",

@@ -43,8 +43,8 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` without a mismatch, `unpublished` without a published value for this dtype, else `own` relative to the
-    range."""
+    """`equal` if there is no mismatch, `unpublished` if there is no published value for this dtype, else its position
+    relative to the range."""
     own: float
     coarser: str | None
     is_inferred: bool = False
@@ -65,7 +65,7 @@ class ReplayEffect:
     removed: float
     """Share of mean squared d removed by the replay. Negative if the mismatch increases."""
     low: float | None
-    """`low` to `high` is the 95% interval for `removed` over groups. If None, `no_interval` has the reason."""
+    """`low` to `high` is the 95% interval over groups for `removed`. If they are None, `no_interval` has the reason."""
     high: float | None
     no_interval: str | None
     is_own_engine: bool = False

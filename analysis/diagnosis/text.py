@@ -93,7 +93,6 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Drop a dated `subset` as the kind of mismatch, because the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 

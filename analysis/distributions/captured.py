@@ -38,8 +38,6 @@ TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where one side's rows are stored, and their head and contract."""
-
     run: str
     group: str
     contract: str | None

@@ -12,7 +12,7 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding error the intervals allow for."""
+"""Largest logit (before temperature) that the intervals allow rounding errors for."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
@@ -55,7 +55,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """One side's probability intervals over M columns."""
+    """Probability intervals of one side, over M columns."""
 
     lo_CM: Array
     """Smallest possible probability of each listed token. 0 in other columns."""
@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return each of b's tokens' column [C, K]: its index in a's list, or a column after them."""
+    """Return the column [C, K] of each of b's tokens: the token's index in a's list, or a column after a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

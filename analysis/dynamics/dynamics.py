@@ -164,7 +164,7 @@ class Growth:
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Fit k3's growth without a line across jumps. arXiv 2510.18855 predicts a constant factor."""
+    """Fit the growth of k3, without drawing a line across jumps. arXiv 2510.18855 predicts a constant factor."""
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)

@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Longer series are averaged over neighbouring steps before the search for changes."""
+"""Maximum number of values. Longer series are averaged over neighbouring steps before the search for changes."""
 
 FEWEST = 12
 
@@ -96,7 +96,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Clip to the recorded range, so an all-zero segment gives exactly 0."""
+    """Clip to the recorded range, so that an all-zero segment stays exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -116,7 +116,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Smaller changes, relative to the scatter, are not reported as first changes."""
+"""Minimum size of a first change, relative to the scatter."""
 
 PLANNED = ("learning_rate",)
 
@@ -211,8 +211,8 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the whole run if its drop begins by the last selected step, else the run up to there and the later
-    drop."""
+    """Return the whole run if its drop begins by the last selected step. Otherwise, return the run up to that step, and
+    the later drop."""
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
@@ -256,7 +256,7 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
 
 _BASE, _FEWEST = 15, 4
-"""Most and fewest earlier steps to compare a step with."""
+"""Maximum and minimum number of earlier steps to compare a step with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
@@ -270,7 +270,6 @@ class Quantity:
     least: float
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far this and the next three values are from the earlier level (sd). Empty if too early."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)

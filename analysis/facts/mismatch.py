@@ -1,4 +1,4 @@
-"""Read a run's mismatch by step, from stored sums or tokens, and summarise it around a drop."""
+"""Mismatch of a run by step, from stored sums or tokens, and its summary around a drop."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _StepBatch:
     sums: dict[str, Array]
     abs_d_T: Array
     num_read: int
-    """Tokens read, including any left out by the sums."""
+    """Number of tokens read, including those that the sums leave out."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
@@ -171,9 +171,10 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """At the onset: the median over the preceding tenth or, if larger, the largest three-step median nearby."""
+    """Mismatch at the onset: the median over the preceding tenth of the run or, if larger, the largest three-step
+    median nearby."""
     first: float
-    """At the first step, before any update if recording began with the run."""
+    """Mismatch at the first step, before any update if recording began with the run."""
     settled: float
     late: float
 
@@ -278,7 +279,8 @@ class EarlierWeights:
     by_chance: int
     """Matches expected by chance, i.e. found after shifting the logprobs slightly."""
     version: int
-    """Best matching trainer step, or steps back if `is_distance`. 0 if none has enough prefixes."""
+    """The trainer step that matches best, or the number of steps back if `is_distance`. 0 if no step has enough
+    prefixes."""
     is_distance: bool
     agreement: float
     num_agreeing: int
@@ -301,7 +303,8 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's prefix logprobs from step `first` on among the trainer's earlier ones, or return None."""
+    """Search the trainer's earlier logprobs for the engine's prefix logprobs from step `first` on. None if too few can
+    be compared."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)

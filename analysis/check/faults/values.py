@@ -54,8 +54,8 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share of typical |d|, and of the variation in d and in the logprobs, left after conversion: for a known unit
-and for a fitted function."""
+"""Maximum share left after conversion, of typical |d| and of the variation in d and in the logprobs. The first value is
+for known units, the second for fitted functions."""
 
 MIN_MONOTONE = 0.98
 
@@ -82,7 +82,7 @@ LOW_PRECISION = Fault(
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
         "rounded_logprobs": "every {side} logprob has {dtype} precision: the log-softmax was computed or stored in low precision",
-        "rounded_values": "every logprob of {side} is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
+        "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
         "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32: the head "
         "was computed or stored in low precision",
     },
@@ -211,7 +211,7 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
 def _wrong_sides(data: PairData) -> str:
     """Return the sides, `a` or `b`, whose values cannot be the sampled tokens' logprobs.
 
-    Probabilities in one context add up to more than 1, or logprob + entropy averages 0 only on the other side.
+    Either probabilities in one context add up to more than 1, or logprob + entropy averages 0 only on the other side.
     """
     context = np.unique(
         np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
@@ -468,8 +468,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the passes' rank correlation within token ids, or None if too few ids repeat or vary by more than
-    rounding."""
+    """Return the rank correlation between the passes within token ids, or None if too few ids repeat or vary by more
+    than rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:

@@ -15,10 +15,11 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum growth of the mismatch since the run's first step for reporting stale weights (factor)."""
+"""Minimum factor by which the mismatch must have grown since the run's first step for weights to be reported as stale.
+"""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between a sequence's mismatch and its advantage for reporting that one side was scored after the
-update: in standard errors and in absolute terms."""
+"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and in absolute terms, for
+reporting that one side was scored after the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
