@@ -1,8 +1,8 @@
 """Attribute the mismatch to trainer and engine by measuring both errors against a higher-precision replay.
 
-Let t, r and f be the trainer's, engine's and reference's logprobs. The errors are e_t = t - f and e_r = r - f, and the
-mismatch is d = t - r = e_t - e_r, so mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r. A side's share is its mean
-square minus the common term, share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+Let t, r and f be the trainer's, engine's and reference's logprobs. The errors are e_t = t - f and e_r = r - f. The
+mismatch is d = t - r = e_t - e_r, so mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r. Each side's share is its mean
+square minus the common term, for example share_t = (mean e_t^2 - mean e_t e_r) / mean d^2. The two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SideErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Errors of trainer and engine, and the share of the mismatch that each arm removes on its own."""
+    """Trainer and engine error, and the share of the mismatch that each arm removes on its own."""
 
     _text = "tim_trace.analysis.replay_text:triangulation_text"
 
@@ -74,17 +74,17 @@ class Triangulation(Result):
     gap_rms: float
     """Rms d = logprob(train) - logprob(rollout) (nats)."""
     resolution: float
-    """Mean rounding error of the reference (nats): it is stored as float32, so smaller errors cannot be measured."""
+    """Mean rounding error (nats) of the reference, which is stored as float32. Smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
     """True if the replay reproduced the recorded bits."""
     not_held: str | None
-    """Why the recorded bits were not reproduced, as a code of `ReplayedStep`, or None if they were, or if no replay
+    """Why the recorded bits were not reproduced, as in `ReplayedStep`. None if they were reproduced, or if no replay
     ran."""
     arms: Rows
-    """One row per arm: the mismatch if its replay replaces the trainer's logprobs, and the share of mean d^2 that this
+    """One row per arm: the mismatch with the arm's replay in the trainer's place, and the share of mean d^2 that this
     removes."""
 
 
@@ -274,9 +274,11 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, which is the part of d^2 that disappears if the
-trainer's logprobs are replaced by a replay's. The columns TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of
-e_r^2 - e_t e_r."""
+"""Columns of `groups`.
+
+The first two are the sum of d^2, and the part of it that disappears with a replay in the trainer's place (the sum of
+d^2 - e_r^2). TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +286,11 @@ class ErrorSums:
     groups: dict[str, np.ndarray]
     """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
     totals: dict[str, float]
-    """Sums by name: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's
-    logprob, in nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train
-    square`."""
+    """Sums by name.
+
+    num_sequences, num_tokens, square_d, spacing (distance between float32 values at the replay's logprob, in nats), and
+    for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`.
+    """
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:

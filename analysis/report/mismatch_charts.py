@@ -117,16 +117,16 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
-            note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; the lines "
-            "show the variance of each over tokens. The drift is intended and clipped; the mismatch is neither.",
+            note="ln ratio is the sum of two parts: the mismatch d = train - rollout and the policy's drift = current - train. "
+            "The lines show their variances over tokens. The drift is intended and clipped, the mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
             key="contribution-bias", title="Contribution of the mismatch to the objective", unit="share of sum |f|",
-            note="b is a token's contribution to the objective under the loss's ratio, minus that under the true ratio. Both "
+            note="b is a token's contribution to the objective under the loss's ratio, minus its contribution under the true ratio. Both "
             "sums are divided by the sum of |f|, the size of the objective's terms. Above 0, the loss overstates the "
-            "objective. If the sum of b is small compared with that of |b|, the errors cancel (arXiv 2605.14220).",
+            "objective. If the sum of b is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220).",
             sql=asked, lines=bias, x_label="step",
         )  # fmt: skip
 

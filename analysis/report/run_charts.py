@@ -147,24 +147,24 @@ class Term:
 
 SERIES: dict[str, Term] = {
     "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, where d is the trainer's logprob minus the engine's. It is an estimate of the KL divergence between them, and never negative."),
-    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
-    "max_abs_d": Term("Largest |d|", "nats", "The largest difference between the two logprobs of a token in the step. "
+    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, where d is the trainer's logprob minus the engine's."),
+    "max_abs_d": Term("Largest |d|", "nats", "Largest difference between a token's two logprobs in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
     "ess": Term("Token ESS", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
-    "tokens have equal weight; near 0, a few tokens have nearly all of it."),
+    "tokens have equal weight. Near 0, a few tokens have nearly all of the weight."),
     "reward": Term("Reward", "", "Mean reward of the sequences in the step, as recorded."),
     "length": Term("Response length", "tokens", "Mean number of tokens per response."),
     "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
     "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio is beyond the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
-    "policy_lag": Term("Policy lag", "updates", "Number of updates between the weights that sampled and those in the loss: 0 is on-policy."),
+    "policy_lag": Term("Policy lag", "updates", "Number of updates between the sampling weights and the weights in the loss. 0 is on-policy."),
     "changed_weights": Term("Changed weights", "share of elements", "Share of weight elements whose bits differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "Norm of one update divided by the norm of the weights."),
-    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups "
-    "with the same prompt, from which advantages are computed."),
-    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
+    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within "
+    "groups that share a prompt. Advantages are computed from this spread."),
+    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups in which all rewards are equal, so that they give no gradient."),
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
@@ -187,7 +187,7 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
     "alerts": "Levels at which a framework or paper issues a warning, each with its own definition.",
-    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled different groups.",
+    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled other groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the ratio between a token's probabilities under two policies.",
     "arm": "A replay of recorded steps under different numerics, stored as its own pass.",

@@ -45,11 +45,8 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
     It is the larger of two estimates:
 
-    - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from
-      the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
-      Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
-    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes
-      correlation over a few steps that a first-order autoregression misses; slower variation is treated as change.
+    - A first-order autoregression: variance (1 + phi) / (1 - phi). Here, variance (1 - phi) comes from differences. phi is the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al., Bernoulli 23, 2017), or the residuals' autocorrelation around a line if that is smaller.
+    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes correlation over a few steps that a first-order autoregression misses. Slower variation is treated as change.
     """
     n = len(values)
     first = half_square_difference(values, 1)

@@ -38,14 +38,14 @@ THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Width to the left of every plot frame, in pixels; the same for all, so that stacked figures align."""
+"""Width to the left of every plot frame (pixels). It is the same for all, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Dash patterns of secondary lines, so that lines never differ by colour alone."""
+"""Dash patterns for secondary lines, so that lines never differ by colour alone."""
 _LABELS = 22
-"""Height of the step labels below the last stacked figure, in pixels."""
+"""Height of the step labels below the last stacked figure (pixels)."""
 _NEAR_ONE = 1e-5
-"""If all values of a series are this close to 1, ticks show their distance from 1, which is shorter."""
+"""If all values in a series are this close to 1, ticks show the distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -217,7 +217,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Return an axis range that covers 0 and the intervals; Bokeh's default covers only the bars."""
+    """Return an axis range that covers 0 and all intervals. Bokeh's default covers only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]

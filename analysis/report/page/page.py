@@ -32,7 +32,7 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Render a report as HTML. All text is escaped on insertion; the page makes no network requests."""
+    """Render a report as HTML. All text is escaped on insertion, and the page makes no network requests."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -64,7 +64,7 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return the source of BokehJS that ships in the bokeh package, licence header included."""
+    """Return the BokehJS source that ships in the bokeh package, including its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
@@ -86,7 +86,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line in the stacked figures. The position in the list decides a line's
+    """Return (name, is secondary) for each line in the stacked figures. A line's position in the list determines its
     colour."""
     longest: dict[str, bool] = {}
     for one in charts:
@@ -114,7 +114,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Return the sort key of a table cell; empty for a missing number, which sorts before all others."""
+    """Return a table cell's sort key. Missing numbers get an empty key, so that they sort first."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -172,7 +172,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| at which a token has full colour, in nats: the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| (nats) at which a token has full colour: the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 
