@@ -12,7 +12,8 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """Takes a description and the total number of units."""
 
 
-def unheard(units: int) -> None: ...
+def unheard(units: int) -> None:
+    pass
 
 
 @contextmanager

@@ -34,9 +34,11 @@ class HeldRows:
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        pass
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 _Stream = JournalStream | HeldRows

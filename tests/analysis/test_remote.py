@@ -169,7 +169,7 @@ def test_storage_that_takes_nothing_ends_the_wait_and_names_the_remedy(s3, tmp_p
     with Recorder(sender.folder) as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
     monkeypatch.setattr(sender._upload, "put", lambda *_, **__: never.wait())
-    with pytest.raises(StorageError, match=f"accepted no data for 1 s; .*`tim-trace compact {sender.folder} -o {url}`"):
+    with pytest.raises(StorageError, match=f"accepted no data for 1 s. .*`tim-trace compact {sender.folder} -o {url}`"):
         sender.finish()
     never.set()
     assert "stops after 1 s without progress" in capsys.readouterr().err

@@ -251,7 +251,9 @@ def test_a_file_that_goes_while_it_is_asked_is_told_as_that(indexed):
     database = open_database(indexed)
     for path in (indexed / "scores").iterdir():
         path.unlink()
-    with pytest.raises(QueryFailed, match=r"disappeared while being read, because it was merged or removed\. Try again"):
+    with pytest.raises(
+        QueryFailed, match=r"disappeared while being read, because it was merged or removed\. Try again"
+    ):
         database.ask("SELECT sum(len(logprobs)) FROM scores WHERE logprobs[1] < 0")
 
 

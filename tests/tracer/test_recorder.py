@@ -368,7 +368,7 @@ def test_float64_is_kept_as_float32_with_a_warning_that_says_how_far_off(tmp_pat
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1]])
         with pytest.warns(
-            UserWarning, match=r"float64 logprobs of pass 'train' are stored as float32, .* 1\.\de-09 nats"
+            UserWarning, match=r"float64 logprobs of pass 'train' are stored as float32 .* 1\.\de-09 nats"
         ):
             recorder.add_scores("train", added, logprobs=np.array([[-0.1]]))
         recorder.add_scores("rollout", added, logprobs=np.array([[-0.5]]))
