@@ -1,4 +1,4 @@
-"""Connect to DuckDB, and turn its errors about trace files into tim-trace errors that name the file."""
+"""Connect to DuckDB, and report its file errors as tim-trace errors that name the file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""DuckDB errors caused by the query or its interruption, never by a trace file."""
 
 
 def _nothing() -> None: ...
@@ -88,7 +87,6 @@ class Connection:
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Defines the macros that a query's words refer to."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
         """Selects a query's files, and returns a function that selects them again."""
         _open.add(raw)
@@ -101,25 +99,23 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """Return a query's result. Rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Return a query's rows in batches that all threads compute ahead of the reader."""
+        """Return row batches that all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let subsequent queries use every thread available to this process."""
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to batches of rows in threads, reading ahead. Without rows, apply it to one empty batch."""
+        """Apply a function to row batches in threads. Without rows, it gets one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
