@@ -1,4 +1,4 @@
-"""Compare two passes' captured distributions token by token: the Python part of the macro `pair_distributions`.
+"""Compare two passes' captured distributions token by token, for the macro `pair_distributions`.
 
 Hidden states are multiplied by the head weights from the policy version that scored them.
 
@@ -31,15 +31,13 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Maximum size of a chunk's float64 logits. Comparing a chunk takes about fifteen times as much memory."""
+"""Maximum size for a chunk's float64 logits. Comparing takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where one side's rows are stored, and their head and contract."""
-
     run: str
     group: str
     contract: str | None
@@ -65,7 +63,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions behind the pass's logprobs: logits divided by the contract's temperature."""
+        """Return the distributions behind the logprobs, after the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -201,12 +199,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output head's weights, rounded as in the pass, and the operations after the matmul."""
+    """An output head's weights, rounded as in the pass, and what follows the matmul."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Projection dtype in torch's notation."""
+    """Projection dtype as torch spells it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -214,8 +212,8 @@ class Head:
     def logits(self, hidden_CH: Array) -> Array:
         """Return [C, V] logits before temperature.
 
-        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. Only the summation
-        order may differ from the pass's kernel, which can change the last bit.
+        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. The pass's kernel may
+        sum in another order, which can change the last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -230,7 +228,7 @@ class Head:
 
 
 class Heads:
-    """A trace's output heads by policy version. The last one used is cached."""
+    """A trace's output heads by policy version. Only the last one used is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -238,8 +236,7 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head that a contract describes, at a policy version and attempt. Raises WeightsMissing,
-        DamagedTrace."""
+        """Return the head that a contract describes. Raises WeightsMissing or DamagedTrace."""
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
@@ -272,14 +269,13 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return a tensor's values, with bfloat16 widened to float32."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round values to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
+    """Round to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

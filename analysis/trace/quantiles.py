@@ -121,7 +121,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return exact quantiles, once all the histogram's values were added."""
+        """Return exact quantiles, once all the histogram's values have been added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
