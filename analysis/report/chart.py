@@ -1,6 +1,6 @@
 """Chart data for the HTML page, paper figures and CSV files.
 
-Shapes: n points per line, B bins. A heatmap has X columns and Y rows.
+Shapes: n points per line. A heatmap has X columns and Y rows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's colour-blind-safe palette. Its yellow is darkened to be visible on white."""
+"""Okabe and Ito's colour-blind-safe palette, with yellow darkened to be visible on white."""
 
 MARK = "#D55E00"
 
 BAND = "#009E73"
 
 _FEW = 40
-"""A line with at most this many points gets a dot at each."""
+"""Lines up to this length get a dot at each point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,10 @@ class Line:
     y: Array
     """[n] float64. NaN where missing."""
     is_side: bool = False
-    """Secondary lines are thin and dashed."""
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots. In a long line, only points without neighbours, because no line segment
-        reaches them."""
+        """[n] bool: points drawn as dots. In a long line, only points without neighbours."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -63,16 +61,16 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
-    """Unique name for the chart's file and its element in the page."""
+    """Unique name for the chart's file and page element."""
     title: str
     unit: str
-    """Unit of the values. Empty if dimensionless."""
+    """Empty if dimensionless."""
     note: str
-    """What the chart shows and how to read it, for newcomers."""
+    """How to read the chart, for newcomers."""
     sql: str
-    """SQL query that returns the chart's values, or a command that prints them."""
+    """SQL query that returns the values, or a command that prints them."""
     remark: str = ""
-    """Remark shown next to the chart, for example about left-out data."""
+    """Shown next to the chart, for example about left-out data."""
 
     @property
     def is_empty(self) -> bool:
@@ -92,14 +90,12 @@ class LineChart(Chart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap(Chart):
-    """Counts over two axes, drawn as colours."""
-
     x_label: str
     y_label: str
     x_edges: Array
-    """Column edges, [X + 1]."""
+    """[X + 1]"""
     y_edges: Array
-    """Row edges, [Y + 1]."""
+    """[Y + 1]"""
     counts: Array
     """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
@@ -118,8 +114,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart(Chart):
-    """Named values side by side, one colour per group."""
-
     groups: Mapping[str, tuple[Bar, ...]]
     x_label: str
 

@@ -126,8 +126,8 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
     """Return a smooth statistic's interval from its values with each part left out.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. SINGLE means that leaving out most
-    parts has no effect, as with a maximum.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. SINGLE means that for most
+    parts, leaving one out changes nothing, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:

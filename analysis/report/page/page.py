@@ -32,7 +32,7 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Render a report as HTML. All text is escaped on insertion; the page makes no network requests."""
+    """Render a report as HTML without network requests. All text is escaped on insertion."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -64,7 +64,7 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return the source of BokehJS that ships in the bokeh package, licence header included."""
+    """Return the BokehJS source from the bokeh package, with its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
@@ -86,8 +86,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line in the stacked figures. The position in the list decides a line's
-    colour."""
+    """Return (name, is secondary) for each line. The position decides its colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -114,7 +113,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Return the sort key of a table cell; empty for a missing number, which sorts before all others."""
+    """Return a table cell's sort key. Missing numbers come first."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -125,7 +124,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape text for HTML, and attach a hover note to the first use of each word in `WORDS`."""
+    """Escape text for HTML, and attach a hover note to each word's first use."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -139,7 +138,6 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return HTML for a word with a note that opens on hover or keyboard focus."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
@@ -153,7 +151,7 @@ def pack(value: Any) -> str:
 
 
 def pack_text(text: str) -> str:
-    """Gzip text and encode it as base64. The same text always gives the same result."""
+    """Gzip and base64-encode. The same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
@@ -172,7 +170,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| at which a token has full colour, in nats: the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| with full colour (nats): the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

@@ -51,11 +51,8 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and each KEY.csv to a folder next to it (figures-data for
-    figures.pdf).
-
-    Returns the paths, the PDF first. Raises the same errors as write_figures.
-    """
+    """Write a PDF with a cover and one page per chart, and CSV files to a folder next to it. Return the paths, PDF
+    first."""
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
     tables = [folder / f"{one.key}.csv" for one in charts]
@@ -92,9 +89,8 @@ _Row = tuple[Any, ...]
 def rows_of(one: Chart) -> Rows:
     """Return a figure's data as a table, with NULL where a column does not apply.
 
-    A line chart has one row per point (`what` is line), mark (low to high is an x interval) and band (low to high is a
-    y range). In a stack, the first column is the chart's key. A heatmap has one row per cell with tokens and per curve
-    point. A bar chart has one row per bar.
+    Line charts have one row per point, mark and band, heatmaps one per cell with tokens and per curve point, and bar
+    charts one per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
