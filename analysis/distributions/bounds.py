@@ -48,7 +48,6 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on the rounding error in float64 sums up to 1."""
 
 H = Callable[[Array, Array], Array]
 
@@ -91,7 +90,6 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return bounds on every measure if a side has only its top K. Measures without a bound are left out."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)

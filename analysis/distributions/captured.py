@@ -31,7 +31,7 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Maximum size for a chunk's float64 logits. Comparing takes about fifteen times as much memory."""
+"""Maximum size for a chunk's float64 logits. Comparing takes about 15 times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
@@ -63,7 +63,6 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions behind the logprobs, after the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -80,8 +79,6 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compares captured rows. Calls run one at a time to limit memory."""
-
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
         self._heads: dict[str, Heads] = {}
@@ -199,8 +196,6 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output head's weights, rounded as in the pass, and what follows the matmul."""
-
     weight_VH: Array
     bias_V: Array | None
     dtype: str
@@ -236,7 +231,6 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head that a contract describes. Raises WeightsMissing or DamagedTrace."""
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(

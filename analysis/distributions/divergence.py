@@ -1,8 +1,8 @@
-"""Divergences between two fully known distributions, row by row, in float64 and nats.
+"""Row-wise float64 divergences (nats) between two fully known distributions.
 
 Shapes: C rows, V vocabulary.
 
-Each divergence is a sum over h(p, q), which is 0 if p = q, never negative, jointly convex and homogeneous of degree 1:
+Each divergence sums h(p, q) over tokens. h is 0 if p = q, never negative, jointly convex and homogeneous (degree 1):
 
 KL(a || b)                 p ln(p / q) - p + q         sums to the usual KL, since p and q both add up to 1
 total variation            |p - q| / 2
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array. NumPy types most arithmetic results as Any."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
@@ -38,7 +37,6 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""Columns for each compared token, with their SQL types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,6 @@ def entropy(logp: Array) -> Array:
 
 
 def even_entropy(r: Array) -> Array:
-    """Return (1 + r) ln(1 + r) + (1 - r) ln(1 - r) for r in [-1, 1]."""
     from scipy.special import xlog1py
 
     return np.maximum(xlog1py(1 + r, r) + xlog1py(1 - r, -r), 0.0)

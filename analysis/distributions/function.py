@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
-"""Group, first row, contract, policy version and attempt."""
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 

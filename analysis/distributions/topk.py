@@ -12,7 +12,7 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding error the intervals cover."""
+"""The intervals cover rounding errors up to this logit (before temperature)."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
@@ -28,7 +28,6 @@ class TopK:
     """Divides the logits. A lower temperature means larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return each captured logprob's largest possible error (nats)."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
@@ -53,18 +52,14 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """One side's probability intervals over M columns."""
-
     lo_CM: Array
     """0 in columns that the side does not list."""
     hi_CM: Array
-    """0 in columns that the side does not list."""
     listed_CM: Array
     tail_lo_C: Array
     """Smallest possible mass on all unlisted tokens, including those without a column."""
     tail_hi_C: Array
     cap_C: Array
-    """Largest possible probability for an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
@@ -153,7 +148,6 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] lower and upper bounds (nats)."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact

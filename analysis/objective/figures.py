@@ -29,9 +29,7 @@ class FigureFormula:
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """Required data (MISMATCH, DRIFT, ADVANTAGE, see pass_roles), and CLIP if the loss must clip."""
     of_correction: bool = False
-    """True if the loss must have a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Range that intervals are clipped to."""
     in_tails: float | None = None
     """Measured 95% interval coverage if a few tokens dominate, if below 90% (docs/evidence/intervals.md)."""
 
@@ -97,7 +95,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias from tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective terms' total size, which relative figures are divided by", bounds=_SIZE),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective terms' total size. Relative figures are divided by it", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) under the loss's token weights: the policy loss with "
     "the opposite sign. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
@@ -122,8 +120,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_free_negative": FigureFormula(_share("to_free_negative"), "share of terms that have A < 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current), "
-    "which counts those due to the mismatch alone", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): "
+    "those due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean d = train - rollout (nats)", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean |d| (nats)", frozenset({MISMATCH}), bounds=_SIZE),
     "var_d": FigureFormula(_variance("d"), "variance of d (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
@@ -142,7 +140,6 @@ FIGURES: Mapping[str, FigureFormula] = {
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that the loss and the recorded data define."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -151,7 +148,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns whose totals the formulas need, over the run or each group in `place_N`.
+    """Return [N] columns to total for the formulas, over the run or each group in `place_N`.
 
     To avoid cancellation, squares and products are centred on the group's median sequence mean.
     """

@@ -26,16 +26,13 @@ class Differences:
     """current - train (nats)."""
     advantage_T: Array
     counts_T: np.ndarray | None
-    """bool: unmasked, with a finite logprob in every pass. None if true everywhere."""
+    """bool: unmasked and finite in every pass. None if true everywhere."""
     known_T: np.ndarray | None
-    """bool: `counts_T`, with an advantage. None if true everywhere."""
+    """bool: `counts_T` and has an advantage. None if true everywhere."""
     num_N: Array
-    """Tokens in `counts_T`."""
     known_N: Array
-    """Tokens in `known_T`."""
     advantage_N: Array
     has_one: bool
-    """True if each sequence has a single advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -53,11 +50,9 @@ class LossTerms:
     """Correction weight. 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
-    """Tokens per term."""
     sign_N: Array | None
     """The advantage's sign, if all terms in a sequence share it."""
     known_N: Array
-    """Terms with an advantage."""
     starts_N: np.ndarray
 
     def sums(self, loss: Loss) -> dict[str, Array]:
@@ -175,7 +170,6 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the loss's ratio."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

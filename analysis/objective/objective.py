@@ -31,7 +31,7 @@ def objective(
 ) -> Objective:  # fmt: skip
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    With d = train - rollout and drift = current - train (a token's logprobs, in nats), the correct importance ratio is
+    With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
     rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
     term is a token, or a sequence if the loss takes one ratio per sequence. f is its contribution, including the
@@ -39,7 +39,7 @@ def objective(
     multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
-    vespo), with fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a
+    vespo), fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a
     step) use the loss's token weights, and run figures are means over updates. Masked rows and tokens without a logprob
     add nothing to the sums, but count in the loss's divisors. The KL term is left out.
 
@@ -84,7 +84,6 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """Return a run's figures with intervals over groups. Resampling keeps the number of updates and token weights."""
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
     totals |= {key: np.asarray(value) for key, value in constants.items()}

@@ -41,10 +41,8 @@ class PassRoles:
     train: str
     rollout: str
     current: str
-    """`train` if the current policy was not recorded."""
     loss: Loss
     known: frozenset[str]
-    """Which of MISMATCH, DRIFT and ADVANTAGE were recorded."""
     notes: tuple[Statement, ...]
     """Codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -52,7 +50,7 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose passes, with substitutes for missing ones. None without `train` or `current` logprobs."""
+    """Choose passes, replacing missing ones. None without `train` or `current` logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -86,7 +84,6 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles to read, without those that reuse another pass."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
@@ -169,7 +166,6 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Keep only the denominator and the correction."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -74,7 +74,6 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return sentences by code that say where the loss settings come from."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",

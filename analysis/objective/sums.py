@@ -59,7 +59,6 @@ COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for sid
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
-    """Return [C, N] sums."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -81,7 +80,6 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return token counts by name, and log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -112,7 +110,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Count bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
+    """Count bad updates (arXiv 2602.04879): tokens with A < 0 and a probability drop of at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -124,7 +122,6 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """The trainer replaces a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -142,11 +139,8 @@ class SequenceSums:
     """[N] sums, one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """Hash for the row's group, or for its sequence without a group."""
     updates: list[tuple[int, int]]
-    """(step, inner iteration) pairs."""
     update_N: np.ndarray
-    """The row's index in `updates`."""
     share_N: Array
     """The loss's factor for each token's term within its update."""
     num_rows_U: np.ndarray
@@ -160,7 +154,6 @@ class _Batch:
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
     num_tokens_R: np.ndarray
-    """Unmasked tokens."""
     columns_CN: np.ndarray
     num_read: int
 
@@ -178,7 +171,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    # Comparable rows, in sorted order.
+    # Comparable rows in sorted order.
     whole_N = order[is_whole_R[order]]
     column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
     table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
@@ -228,7 +221,6 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Count unmasked tokens, with or without logprobs, [R]."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:

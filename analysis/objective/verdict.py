@@ -33,7 +33,6 @@ class Objective(Result):
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """Steps as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
     """Codes in sentences.loss_basis."""
@@ -62,28 +61,26 @@ class Objective(Result):
     cannot_codes: tuple[Statement, ...]
     """Codes in sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Figures by name (see figures.FIGURES)."""
     steps: Rows
     """One row per update: step, iteration, figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """The bias's direction, size and location, in sentences."""
+        """Sentences about the bias's direction, size and location."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Caveats, in sentences."""
+        """Sentences about caveats."""
         return sentences(self.note_codes, NOTES)
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Open questions and what to record, in sentences."""
+        """Sentences about open questions and what to record."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
     def loss_from(self) -> str:
-        """Where the loss settings come from."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:

@@ -17,7 +17,6 @@ from .commands import command
 from .subject import Subject
 
 GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
-"""An answer's severity: fine, worth a look, wrong, or undecided."""
 
 _EFFECTS = {
     "undecided": "bias not measurable",
@@ -49,11 +48,8 @@ class Answer:
     severity: str
     short: str
     figure: str = ""
-    """The key number with its unit, if any."""
     basis: str = ""
-    """What the answer rests on: a token count, an interval or a probability."""
     detail: str
-    """The evidence, as the command words it."""
     question: str = ""
     command: str = ""
 
@@ -228,7 +224,6 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Each question, the function that answers it, and the command that shows details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

@@ -15,14 +15,13 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's colour-blind-safe palette, with yellow darkened to be visible on white."""
+"""Okabe and Ito's colour-blind-safe palette. Yellow is darkened to be visible on white."""
 
 MARK = "#D55E00"
 
 BAND = "#009E73"
 
 _FEW = 40
-"""Lines up to this length get a dot at each point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`. Both equal `x` if the step is exact."""
+    """`low` to `high` is the confidence interval for `x`. Both equal `x` if the step is exact."""
     text: str
 
 
@@ -61,20 +60,15 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
-    """Unique name for the chart's file and page element."""
     title: str
     unit: str
-    """Empty if dimensionless."""
     note: str
-    """How to read the chart, for newcomers."""
     sql: str
     """SQL query that returns the values, or a command that prints them."""
     remark: str = ""
-    """Shown next to the chart, for example about left-out data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if the chart has only a remark."""
         return False
 
 
@@ -93,9 +87,7 @@ class Heatmap(Chart):
     x_label: str
     y_label: str
     x_edges: Array
-    """[X + 1]"""
     y_edges: Array
-    """[Y + 1]"""
     counts: Array
     """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()

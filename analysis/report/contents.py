@@ -35,21 +35,15 @@ _SHOWN = 12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     headline: str
-    """The first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
-    """Most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """Missing data and open questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A contract field that affects the numbers."""
-
     name: str
-    """Path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
     """Value in each pass. Empty if missing."""
     differs: bool
@@ -61,9 +55,7 @@ class Provenance:
     passes: tuple[str, ...]
     """Column names for `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """First digits of each contract's SHA-256."""
     fields: tuple[Field, ...]
-    """Sorted by name, fields that differ between passes first."""
     settings: tuple[tuple[str, str], ...]
 
 
@@ -79,7 +71,7 @@ class Report(Result):
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
-    """Series that never change in the first run, with their values."""
+    """Values by series, for series that never change in the first run."""
     mismatch: tuple[Chart, ...]
     provenance: tuple[Provenance, ...]
     made_with: str = __version__
@@ -93,7 +85,7 @@ class Report(Result):
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, which isolates its style and script."""
+        """Isolate the page's style and script in an iframe."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
@@ -206,7 +198,6 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (pass, hash, contract) for every recorded contract, the compared pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))

@@ -15,7 +15,6 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that neither drop tokens nor lower weights."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",

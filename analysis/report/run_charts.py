@@ -1,4 +1,4 @@
-"""Charts by step, one per series, with a shared step axis."""
+"""Charts by step, one per series."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from .subject import Subject
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
 _MOST_STEPS = 12
-"""Maximum steps to list in a remark."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Chart every series that varies, with marks where the first run changes."""
+    """Chart every series that varies. Marks show where the first run changes."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -64,7 +63,6 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
 
 
 def not_finite(steps: Sequence[int] | np.ndarray) -> str:
-    """List the steps that a chart cannot draw."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -153,7 +151,7 @@ SERIES: dict[str, Term] = {
     "reward": Term("Reward", "", "Mean recorded reward in the step."),
     "length": Term("Response length", "tokens", "Mean tokens per response."),
     "entropy": Term("Entropy", "nats", "Mean entropy when the policy chooses the next token. Near 0 there is no exploration."),
-    "grad_norm": Term("Gradient norm", "", "Gradient L2 norm, as the trainer logged it."),
+    "grad_norm": Term("Gradient norm", "", "Gradient L2 norm logged by the trainer."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
     "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those in the loss. 0 is on-policy."),
@@ -162,20 +160,19 @@ SERIES: dict[str, Term] = {
     "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
     "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of rewards for the same prompt, "
     "which the advantages are computed from."),
-    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups with equal rewards, which give no gradient."),
+    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups with equal rewards. They give no gradient."),
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""In display order."""
 
-EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
+EVALUATION = Term("", "", "An evaluation logged by the run. A faulty reward does not affect it.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
     "k3_positive": "k3 over tokens with an advantage above 0.",
     "k3_negative": "k3 over tokens with an advantage below 0.",
     "d": "The trainer's logprob for a token minus the engine's (nats). 0.69 nats is a factor of two in probability.",
     "nats": "Natural logarithm units. A difference of x nats is a factor of exp(x).",
-    "rms": "Root mean square, which gives large values more weight.",
+    "rms": "Root mean square. It gives large values more weight.",
     "valid": "Both logprobs measure the same quantity, with the same tokens, temperature, mask, weights and position. Otherwise, their difference says nothing about numerics.",
     "contract": "Everything that affects a pass's numbers: engine, versions, dtypes, kernels, parallelism, sampling.",
     "advantage": "How much better a response did than the others in its group. If positive, training makes the "
@@ -183,12 +180,12 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "|d|": "Absolute difference between the trainer's and the engine's logprob for a token (nats).",
     "sum |f|": "What all tokens add to the objective in absolute terms: ratio times advantage, as the loss clips it.",
     "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
-    "alerts": "Levels at which a framework or paper issues a warning, each with its own definition.",
+    "alerts": "Warning levels from frameworks and papers. Each has its own definition.",
     "interval": "Confidence interval from resampling sequence groups: what to expect if the run had sampled different groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of a token's probability ratio under two policies.",
     "arm": "Recorded steps replayed under different numerics, stored as a separate pass.",
-    "observation": "Evidence from a single run, in which the first series to change need not be the cause.",
+    "observation": "Evidence from a single run, where the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
 """Hover notes by word."""

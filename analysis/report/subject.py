@@ -37,7 +37,6 @@ Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
 WHOLE = 30_000_000
-"""Maximum tokens in a run that is read in full."""
 MOST_TOKENS = 5_000_000
 """Tokens to read from a larger run. A single large step may exceed it."""
 
@@ -47,10 +46,8 @@ class Subject:
     """Results from every analysis. A missing result is None, and `unanswered` says why."""
 
     trace: str
-    """Path as given, for suggested commands."""
     asked_steps: str
     condition: str
-    """SQL condition for these steps. Empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -61,7 +58,6 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and corrections cover."""
     arms: Mapping[str, tuple[Series, ...]]
     """Mismatch by step between each replay and pass b."""
     spread: Breakdowns | None
@@ -69,7 +65,6 @@ class Subject:
     contracts: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]
     evaluation: Series | None
-    """The logged evaluation that `attribute` used as the outcome, if any."""
     unanswered: Mapping[str, str]
 
     @property
@@ -82,7 +77,6 @@ def read_subject(
     trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, steps: str,
     advance: Advance,
 ) -> Subject:  # fmt: skip
-    """Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = open_database(trace, steps)
     other = None if control is None else open_database(control, steps)
     names, why = ":".join(pair), dict[str, str]()
@@ -170,5 +164,4 @@ def steps_read(num_read: int, num_steps: int) -> str:
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many average steps fit in `MOST_TOKENS` tokens, from 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

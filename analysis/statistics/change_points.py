@@ -23,7 +23,6 @@ _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Return the minimum segment length: 4 steps, or 2% in a long series."""
     return max(4, math.ceil(0.02 * n))
 
 
@@ -68,7 +67,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return every segment's start except the first, and the long-run variance.
 
     The variance is estimated after the best single cut, then again after each new set, until the cuts no longer change.
-    Cutting a series without a change makes the estimate too small, which the factor 1.5 + 70 / n corrects.
+    Cutting a series without a change makes the estimate too small, so it is multiplied by 1.5 + 70 / n.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:

@@ -19,7 +19,7 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Turn [N] schemas.sums columns into [N] columns whose totals FROM_SUMS needs.
+    """Turn [N] schemas.sums columns into [N] columns that can be totalled for FROM_SUMS.
 
     To avoid cancellation, ratios are relative to the largest in any sequence, and probabilities are centred on the
     median sequence mean.
@@ -44,7 +44,6 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
-    """Return the sequences' mean probabilities minus their median, [N], without cancellation."""
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
     return np.asarray(np.exp(top) * (fall_N - np.median(fall_N))) if len(fall_N) else fall_N

@@ -19,10 +19,8 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""Maps column totals to a value, or to one value per resample."""
 
 SEED = 20_260_000
-"""Fixed, so that the same trace gives the same interval."""
 
 MIN_GROUPS = 8
 """With fewer groups, there is no interval. A 95% Student's t interval would contain the true value in only 80% to
@@ -32,7 +30,6 @@ MOST_UNITS = 256
 """Maximum resampled units. Merging more groups into them leaves the variance unchanged."""
 
 PARTS = 20
-"""Maximum jackknife parts, each made from whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
 """Limits on the number of resamples. Between them, about _BEYOND resamples fall beyond each bound."""
@@ -48,7 +45,6 @@ _NO_SPREAD = 1e-6
 
 
 _BLOCK = 1 << 15
-"""Influences to process at once, so that they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
@@ -67,7 +63,6 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group, or for the sequence itself without a group_id."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -76,7 +71,7 @@ def bootstrap(
     statistics: Mapping[str, Statistic], columns: Mapping[str, Array], unit_N: np.ndarray, confidence: float, *,
     constants: Mapping[str, float] | None = None, open_ended: bool = False,
 ) -> dict[str, Interval | NoInterval]:  # fmt: skip
-    """Return intervals for statistics over totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
+    """Return bootstrap-t intervals over groups for statistics of totals (Efron 1981; Hall 1988).
 
     Each resample gives t = (resampled value - value) / (resampled standard error), where standard errors come from the
     infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles. With few groups,
@@ -99,7 +94,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval for the largest value, by percentile bootstrap over groups (Efron 1979).
+    """Return a percentile bootstrap interval over groups for the largest value (Efron 1979).
 
     The upper bound is the run's own maximum, although longer runs may exceed it.
     """
@@ -127,7 +122,7 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
     """Return a smooth statistic's interval from its values with each part left out.
 
     Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. SINGLE means that for most
-    parts, leaving one out changes nothing, as with a maximum.
+    parts, leaving one out changes nothing (e.g. a maximum).
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -169,7 +164,6 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number groups by first occurrence. Return each element's group [N] and the total."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -259,7 +253,6 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return the linearised statistic's standard errors [R]."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -272,8 +265,6 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Totals that remember which were read."""
-
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()
 

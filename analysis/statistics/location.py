@@ -19,30 +19,26 @@ _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
 """A jump at a constant slope, a jump with a slope change, and an exponential approach (policy collapse)."""
 
 _DECAYS = (0.03, 0.1, 0.3)
-"""Time constants to try, relative to the segment length."""
 
 REACH = 7.35
-"""Largest extra cost inside the 95% interval, in long-run variances. It solves (1 - exp(-x / 2))^2 = 0.95, the limit
+"""Largest extra cost (long-run variances) inside the 95% interval. It solves (1 - exp(-x / 2))^2 = 0.95, the limit
 law for a jump's likelihood ratio (Hinkley, Biometrika 57, 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
     place: int
-    """First index after the change."""
     low: int
     high: int
     kind: str
     before: float
-    """Fitted value just before the change."""
     after: float
-    """Fitted value at the segment's end."""
     gain: float
-    """Squares saved by changing slope and level, in long-run variances."""
+    """Squares saved by changing slope and level (long-run variances)."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the change in a segment, at least `margin` values from its ends.
+    """Locate the change in a segment at least `margin` values from either end.
 
     A jump or a slope change costs one parameter. Both together, or an exponential approach, cost two, with an extra
     ln(n). The interval covers every form that fits almost as well as the best, because noise can make a ramp look like
@@ -80,7 +76,6 @@ def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the squares that each column saves when added to a line, [P]."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
@@ -104,9 +99,9 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return where a decline between two given levels begins, as (low, index, high) with a 90% interval.
+    """Return (low, index, high), the start and 90% interval for a decline between two given levels.
 
-    The interval holds every index whose sum of squares is within the F quantile for 1 and N - 3 degrees of freedom.
+    The interval holds every index within the F quantile for 1 and N - 3 degrees of freedom.
     """
     n = len(values)
     costs = np.full(n, np.inf)
@@ -119,7 +114,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval for a decline's start, with fitted levels and autocorrelated noise.
+    """Return the 95% interval for a decline's start. Levels are fitted, and noise may be autocorrelated.
 
     `deviation` bounds the noise from below (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
     """
@@ -141,6 +136,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share when a decline begins at `start`, for each candidate end, [E, N]."""
+    """Return the completed share [E, N] for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -29,12 +29,12 @@ from ...schemas.loss import (
 from .estimators import Array
 
 SAFETY_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, as the frameworks do."""
+"""Like the frameworks, clamp log-ratios to +-20 nats before exp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Where a loss clips the ratio, by the advantage's sign. Infinite without a bound."""
+    """Ratio bounds by the advantage's sign. Infinite without a bound."""
 
     positive_high: float = math.inf
     negative_low: float = -math.inf
@@ -64,7 +64,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return log-ratios by term [K] from those by token [T], which are 0 for masked tokens.
+    """Return log-ratios by term [K] from those by token [T]. Masked tokens have 0.
 
     `num_N` counts each sequence's unmasked tokens.
 
@@ -81,14 +81,13 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return the log of the loss's ratio, given ln(current / rollout) and ln(current / train)."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """Return exp, with log-ratios clamped to +-20 nats.
+    """Return exp after clamping to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -97,9 +96,9 @@ def clamped_exp(log_ratio: Array) -> Array:
 
 
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
-    """Return f_A(ratio), what a term adds to the objective, in units of the advantage.
+    """Return f_A(ratio), what a term adds to the objective.
 
-        ppo_clip   min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`
+        ppo_clip   min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio <= `clip_hard`
         reinforce  ratio A
         sapo       4 / tau sigmoid(tau (ratio - 1)) A
         cispo      min(ratio, clip_high) A, the weight on grad log p
@@ -118,7 +117,7 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)), with tau by the advantage's sign (arXiv 2511.20347).
+    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)), where tau depends on A's sign (arXiv 2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]
@@ -180,7 +179,7 @@ _OPTIONS = {
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options for the macros in sql/loss.sql, with bit-exact numbers.
+    """Return a loss as bit-exact options for the macros in sql/loss.sql.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

@@ -16,13 +16,10 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Values per token, minus their sequence's mean."""
-
     mean_N: Array
     """Exact if all values are equal. 0 without counted tokens."""
     off_T: Array
     left_N: Array
-    """Sum over `off_T`, not exactly 0 because the mean is rounded."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:

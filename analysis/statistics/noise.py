@@ -1,4 +1,4 @@
-"""Measure a series' noise as its long-run variance, which autocorrelation makes larger than the plain variance.
+"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -42,8 +42,8 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
     It is the larger of two estimates:
 
-    - A first-order autoregression, variance (1 + phi) / (1 - phi). phi comes from squared differences at lags 2 and 1,
-      which are robust to level changes (Chakar et al., Bernoulli 23, 2017), or from a line's residuals if smaller.
+    - A first-order autoregression, variance (1 + phi) / (1 - phi). phi comes from squared differences at lags 2 and 1
+      (robust to level changes: Chakar et al., Bernoulli 23, 2017), or from a line's residuals if smaller.
     - The variance plus twice the autocovariances up to lag n^(1/3). It includes correlation over a few steps that the
       autoregression misses.
     """
@@ -60,7 +60,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, with an autocorrelation 1.5 standard errors above its estimate.
+    """Return the long-run variance for an interval. Autocorrelation is taken 1.5 standard errors above its estimate.
 
     With 8 to 40 steps, the estimate is near 0 even in strongly correlated series, and only 70% of intervals would
     contain the true value. An autocorrelation's standard error is at most 1 / sqrt(n) (Bartlett 1946).
@@ -89,7 +89,6 @@ def level_deviation(values: np.ndarray) -> float:
 
 
 def without_line(values: np.ndarray) -> np.ndarray:
-    """Return the residuals from a fitted line. scipy.signal.detrend takes six times as long."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
 
@@ -102,7 +101,6 @@ def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Return half the mean squared difference at a lag (variance - autocovariance), clipped at 3 sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)
@@ -110,6 +108,5 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return the running median, [n]. Ends are mirrored (`reflect`), or padded with the last value (`edge`)."""
     padded = np.pad(values, width // 2, mode=beyond)
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])

@@ -18,8 +18,6 @@ from .source import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional `sequences` columns have values: `advantage` per response, `advantages` per token."""
-
     mask: bool
     advantage: bool
     advantages: bool
@@ -36,7 +34,6 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes with values in a `scores` column. `first_use` reads only iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -157,7 +154,6 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return each sampled replay pass with its sequence count and `train`'s count in the same steps."""
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}
@@ -186,7 +182,6 @@ class AttemptInfo:
     num_superseded: int
     """Sequences in steps that a later attempt repeated. SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
-    """(first, last) ranges of steps that a later attempt repeated."""
 
 
 _ATTEMPTS = """
@@ -208,7 +203,7 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
 
 
 def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Split steps into consecutive runs, as (first, last).
+    """Return (first, last) for each run without gaps.
 
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))

@@ -32,7 +32,6 @@ def num_threads() -> int:
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield results in order, submitting only a few items ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -81,14 +80,11 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Other attributes are DuckDB's."""
-
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Selects a query's files, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -105,7 +101,6 @@ class Connection:
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Return row batches that all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
@@ -144,7 +139,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections. Otherwise, DuckDB's threads, which read through Python, would abort the process at exit."""
+    """Close all connections. Otherwise, DuckDB threads that read through Python abort the process at exit."""
     for connection in list(_open):
         connection.close()
 

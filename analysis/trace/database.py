@@ -34,8 +34,6 @@ _LOOK_EVERY_S = 0.1
 
 
 class Database:
-    """Traces open for queries: a connection, table views and sums."""
-
     def __init__(
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
@@ -49,7 +47,6 @@ class Database:
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
         self.given: tuple[str, ...]
-        """Traces as the user named them, for suggested commands."""
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
@@ -88,7 +85,6 @@ class Database:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report tokens read inside the context to `progress`."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -146,7 +142,6 @@ class Database:
                     file.define(self)
 
     def of_steps(self, steps: str) -> Database:
-        """Return the same traces limited to other steps."""
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
@@ -157,7 +152,6 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Reopen one or all traces, to use sums stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
@@ -171,7 +165,7 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use computed sums instead of stored ones, for every sequence or, with `runs`, every run."""
+        """Use computed sums instead of stored ones, for sequences or (`runs`) whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:

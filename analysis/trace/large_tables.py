@@ -61,7 +61,6 @@ class _LargeTable:
 class FileChoice:
     names: dict[str, list[str]]
     counted: frozenset[str] = frozenset()
-    """Views where the query needs only a row count."""
 
 
 class LargeTables:
@@ -71,7 +70,7 @@ class LargeTables:
         self._counted: frozenset[str] = frozenset()
 
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
-        """Define a view whose files are read only when a query needs them. `columns` are SQL expressions."""
+        """Define a view that reads a file only when a query needs it. `columns` are SQL expressions."""
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
             content = io.BytesIO()
@@ -90,7 +89,6 @@ class LargeTables:
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Select and return the next query's files, or None if it reads no rows."""
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)
@@ -203,5 +201,4 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """DuckDB gives a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -22,17 +22,12 @@ LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """An SQL file with one feature's macros and views."""
-
     name: str
     sql: str
     register: Callable[[Owner], object] | None = None
-    """Adds `functions` before the SQL runs."""
     define: Callable[[Owner], object] | None = None
-    """Defines the macros if `sql` cannot run as it is."""
     functions: tuple[str, ...] = ()
     is_listed: bool = True
-    """False hides the macros from queries that list macros."""
 
     @cached_property
     def names(self) -> frozenset[str]:

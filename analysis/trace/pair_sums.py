@@ -34,7 +34,7 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sum of exp(|d|), with |d| capped at 700 nats. Computed on request and never stored."""
+"""Sums exp(|d|), capping |d| at 700 nats. Computed on request and never stored."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
@@ -48,7 +48,6 @@ FUNCTION = "pair_sums_of"
 BATCH_ROWS = 256
 """Maximum long sequences per batch. Small, because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Target tokens and maximum sequences in a batch for short sequences."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -57,10 +56,10 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Logprob below which exp loses precision."""
+"""Below this logprob, exp loses precision."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d uses a power series up to d^10 (relative error 1e-18)."""
+"""Below this |d|, exp(d) - 1 - d uses a power series up to d^10 (relative error 1e-18)."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -72,7 +71,6 @@ class FiniteTokens:
     b_T: np.ndarray
     num_tokens_N: np.ndarray
     num_nan_N: np.ndarray
-    """Tokens with NaN in either pass."""
     num_inf_N: np.ndarray
     """Tokens with an infinity in either pass and no NaN."""
 
@@ -84,7 +82,6 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| for a `pair_lists` query."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -99,7 +96,6 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Select the tokens to compare. Arguments have one list per sequence."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
@@ -119,7 +115,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return [N] schemas.sums columns by name, with 0 for sequences without a finite token."""
+    """Return [N] schemas.sums columns by name. Sequences without a finite token get 0."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}

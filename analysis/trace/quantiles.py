@@ -19,7 +19,6 @@ SHARES = (0.5, 0.95, 0.99)
 
 BITS = 9
 ERROR = 2.0 ** -(BITS + 1)
-"""Largest relative error in a histogram quantile."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
@@ -35,7 +34,6 @@ Cuts = tuple[float | None, ...]
 @dataclass(frozen=True, slots=True)
 class Histogram:
     bins_B: np.ndarray
-    """int32, ascending."""
     counts_B: np.ndarray
 
     @classmethod
@@ -58,7 +56,6 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return how many values lie below each bin with a quantile."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -87,13 +84,11 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return [T] int32 bins, which ascend with the values."""
+    """Return [T] int32 bins. They ascend with the values."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
 class Gathered:
-    """Values in the bins that contain a histogram's quantiles."""
-
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
         self._places = histogram.places()
@@ -153,7 +148,7 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont, which rounds only one product before adding."""
+    """Interpolate like DuckDB's quantile_cont. It rounds only one product before adding."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

@@ -26,10 +26,9 @@ Block = tuple[slice, slice, np.ndarray]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     logprobs: dict[str, Array]
-    """[T] logprobs by pass (nats). NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: in the loss, with a logprob in every pass. None if all are."""
+    """bool: the token is in the loss and every pass has its logprob. None if true everywhere."""
     advantage_N: Array | None = None
     """NaN if missing, None if not read."""
     advantage_T: Array | None = None
@@ -44,7 +43,6 @@ class Tokens:
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Select sequences with their tokens. Numbers become float64."""
 
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
@@ -118,7 +116,7 @@ def flat(lists: Any) -> tuple[Any, np.ndarray]:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would import pandas, which takes 0.3 s."""
+    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would spend 0.3 s importing pandas."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -139,7 +137,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return which tokens are in the loss ([T] bool), or None if all are."""
+    """Mark the tokens in the loss ([T] bool). None if all are."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -151,7 +149,6 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return [T] values, with each list cut or NaN-padded to its length."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):

@@ -1,5 +1,3 @@
-"""A trace as the database reads it: readable files, run name and stored sums."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,7 @@ _EDITION = 2
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 Pair = tuple[str, str]
-"""Two passes, a and b, with d = logprob(a) - logprob(b)."""
+"""Two passes (a, b): d = logprob(a) - logprob(b)."""
 
 RUN_OF_FOLDER = "tim_trace_run"
 
@@ -35,9 +33,7 @@ class Source(Snapshot):
     newest: dict[int, int] = field(default_factory=dict)
     """Last attempt at each training step. Empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Valid sum files by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Superseded sum files by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
     """Pairs with stored sums for every readable row."""
     run_covered: set[Pair] = field(default_factory=set)
@@ -50,7 +46,6 @@ class Source(Snapshot):
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments behind the sums, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -108,7 +103,6 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find each pair's stored sums that cover the most segments."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -151,7 +145,6 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return kind, pair, segments and file, or None if an earlier release wrote the file. Raises DamagedTrace."""
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
     footer = indexed or read_footer(store, relative, num_bytes)
@@ -160,7 +153,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         content = json.loads(footer.metadata[MADE_OF])
         kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: does not record which files it was made from") from error
+        raise DamagedTrace(f"{where}: does not record its source files") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: its content does not match the checksum in its name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:

@@ -37,7 +37,6 @@ class ComputedFile:
     pair: Pair
     path: Path
     relative: str
-    """Where to store the file in the trace."""
 
 
 class SumTables:
@@ -51,11 +50,9 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, and (run, URL) for every stored sum file."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
         """Pairs with sums for every sequence in the views. True if computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """The same for whole runs."""
         self._condition = ""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
@@ -67,7 +64,7 @@ class SumTables:
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if a pair has sums for every sequence or, with `runs`, every run."""
+        """Return True if a pair has sums for every sequence (`runs`: every run)."""
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
@@ -90,7 +87,6 @@ class SumTables:
         self._define()
 
     def forget(self) -> bool:
-        """Stop using sums. Return False if none were in use."""
         if not self._sequences and not self._runs:
             return False
         self._sequences.clear()
@@ -100,13 +96,11 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for a pair's stored sums, even if the tables do not use them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that writes rows, one row group per call."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)

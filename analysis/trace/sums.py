@@ -55,7 +55,6 @@ EXACT_TOKENS = 32 << 20
 
 
 Quantiles = tuple[Any, ...]
-"""A row for a quantile table, without the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,6 @@ class _ChunkSums:
     histograms: pa.Table
     quantiles: list[Quantiles]
     sizes: list[np.ndarray]
-    """|d| for the run's quantiles, if needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +73,15 @@ class Chunk:
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """True without stored sums."""
 
 
 Unit = tuple[Chunk, ...]
-"""One range of steps, or several whole runs."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
     """Compute a pair's missing sums. Return True if anything was computed.
 
-    `of_run` also asks for quantiles over whole runs, which are exact up to EXACT_TOKENS tokens.
+    `of_run` also asks for quantiles over whole runs, exact up to EXACT_TOKENS tokens.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -133,7 +129,7 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write stored and computed sums in one fixed order, so that totals do not depend on which sums were stored."""
+    """Write all sums in a fixed order, so that totals do not depend on what was stored before."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
@@ -230,7 +226,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones, which are never stored in the trace."""
+    """Replace approximate run quantiles with exact ones. These are never stored in the trace."""
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
@@ -362,7 +358,6 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return runs that must be read in full and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
@@ -387,7 +382,6 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Copy stored quantiles that are still valid, and return the runs without quantiles."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}

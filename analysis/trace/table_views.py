@@ -1,5 +1,3 @@
-"""Views over trace tables, and the files, journals, steps and sequences in them."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -47,7 +45,6 @@ class TableViews:
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
-        """Tables with so many files that queries are planned first."""
         self.is_whole = True
         """True if the views have every sequence."""
         self._leaves_out = False
@@ -203,12 +200,12 @@ def define_view(connection: Connection, name: str, parts: list[str], columns: st
 
 
 def no_rows(schema: pa.Schema) -> pa.Table:
-    """Return an empty table. pyarrow's `empty_table` would import pandas, which takes 0.3 s."""
+    """Return an empty table. pyarrow's `empty_table` would spend 0.3 s importing pandas."""
     return pa.Table.from_batches([], schema)
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query that reads several files in one scan, with each row's run."""
+    """Return a query that scans several files at once and adds each row's run."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"

@@ -1,4 +1,4 @@
-"""Read tokens (sequences joined with scores) in batches, in this process or on a Ray cluster."""
+"""Read tokens in batches, from sequences joined with scores. A Ray cluster can share the work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Which scores to read from a pass."""
-
     name: str
     iteration: int | None = 0
     """None reads all inner iterations, one row each."""
     scored: bool = True
-    """False keeps rows without logprobs, with an empty list."""
+    """False gives rows without logprobs an empty list."""
     optional: bool = False
-    """True also reads sequences without scores, with an empty list."""
+    """True gives sequences without scores an empty list."""
     logprobs: bool = True
 
 
@@ -39,7 +37,7 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Write an SQL query with one row per sequence, for `tokens_of_rows`.
+    """Write an SQL query that returns one row per sequence.
 
     It selects the sequences that every required pass scored. Columns are logprobs (named by the keys in `passes`), the
     `rows` expressions (which may use `s`, the sequence, and these keys), and the `lists` (mask, advantages). A range in
@@ -98,7 +96,6 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return response tokens by step, in one run or in all."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -138,7 +135,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps, as evenly spaced pairs of neighbours.
+    """Return up to `most` steps in evenly spaced pairs.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -165,7 +162,7 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
     return chosen
 
 
-# --- Units of work, for this process or the actors of a Ray cluster
+# --- Work units for this process or for Ray actors
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")
@@ -181,7 +178,7 @@ UNITS = 64
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """Yield results from `function(database, unit)` lazily, in unit order.
+    """Yield results from `function(database, unit)` lazily and in order.
 
     On a cluster (`database.ray`), actors open the traces themselves. The function must be defined in a module, and its
     arguments and results must be picklable.
@@ -206,7 +203,6 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the tokens per unit: `most` in this process, fewer on a cluster so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 

@@ -32,18 +32,14 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""CSS variables and their placeholders. The page replaces them before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Pixels to the left of every plot frame, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
 """For secondary lines, so that lines never differ by colour alone."""
 _LABELS = 22
-"""Height in pixels for the step labels below the last stacked figure."""
 _NEAR_ONE = 1e-5
-"""If all values are this close to 1, ticks show their distance from 1."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -54,7 +50,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, with a shared step axis. The page draws the step markers."""
+    """Return one figure per series. They share a step axis, and the page draws the step markers."""
     charts = list(charts)
     if not charts:
         return []

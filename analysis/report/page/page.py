@@ -1,4 +1,4 @@
-"""Render a report as one self-contained HTML file, with its script, style and data inlined."""
+"""Render a report as one HTML file that makes no network requests. All text is escaped on insertion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Render a report as HTML without network requests. All text is escaped on insertion."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -64,7 +63,6 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return the BokehJS source from the bokeh package, with its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
@@ -113,7 +111,6 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Return a table cell's sort key. Missing numbers come first."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

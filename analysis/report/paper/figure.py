@@ -32,7 +32,6 @@ WIDTHS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Inches for a single figure (one column) and for the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch, and the font size for tick labels and legends. Other text is 8 pt."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
@@ -41,7 +40,7 @@ _SETTINGS = {
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
     "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
-    # PDF embeds TrueType fonts, which journals require and editors can edit. SVG stores outlines, which need no font.
+    # PDF embeds TrueType fonts, because journals require them. SVG stores outlines and needs no font.
     "pdf.fonttype": 42, "svg.fonttype": "path",
 }  # fmt: skip
 
@@ -75,7 +74,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
     try:
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError as error:
-        message = f"got {font!r}, which is not installed; matplotlib always has {FONT} and DejaVu Serif"
+        message = f"got {font!r}, but it is not installed; matplotlib always has {FONT} and DejaVu Serif"
         raise InvalidOption(message, option="font") from error
     return PaperStyle(column=column, page=page, font=font, title=title)
 
@@ -85,13 +84,11 @@ def colour(place: int) -> str:
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Secondary lines are never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis with plain numbers, or powers of ten if it is logarithmic and long enough."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -127,8 +124,6 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Several series with a shared step axis."""
-
     charts: tuple[LineChart, ...]
 
 
@@ -176,7 +171,6 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the legend's artists by name."""
     # Without a positive value, a logarithmic axis has no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
@@ -208,7 +202,6 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write text `shift` points from `at`. `along` is in data units, the other coordinate in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,

@@ -78,7 +78,7 @@ def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
 
 def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # A lone surrogate, as in a damaged name, cannot be encoded as UTF-8.
+    # A lone surrogate (from a damaged name) cannot be encoded as UTF-8.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -87,11 +87,6 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return a figure's data as a table, with NULL where a column does not apply.
-
-    Line charts have one row per point, mark and band, heatmaps one per cell with tokens and per curve point, and bar
-    charts one per bar.
-    """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
     columns, rows = next(how for kind, how in _TABLES.items() if isinstance(one, kind))
