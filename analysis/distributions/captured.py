@@ -93,11 +93,8 @@ class DistributionPairs:
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """Return a list of measures for each row.
-
-        `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
-        version and attempt.
-        """
+        """Return measures for each row, given the run and the number of tokens, then each side's group, first row,
+        contract, policy version and attempt."""
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
@@ -205,11 +202,8 @@ class Head:
     logits_dtype: str | None
 
     def logits(self, hidden_CH: Array) -> Array:
-        """Return [C, V] logits before temperature.
-
-        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. The pass's kernel may
-        sum in another order, which can change the last bit.
-        """
+        """Return [C, V] logits before temperature, rounded wherever the pass rounded. The last bit can differ,
+        because the pass's kernel may sum in another order."""
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
             logits_CV = logits_CV + self.bias_V

@@ -33,13 +33,11 @@ class TopK:
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """Smallest and largest possible probabilities, [C, K]."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """Smallest and largest possible mass on all unlisted tokens, [C]."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals

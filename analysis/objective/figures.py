@@ -1,7 +1,4 @@
-"""Formulas for an objective's figures, from totals over sequences: numbers, or one element per update or resample.
-
-Shapes: N sequences.
-"""
+"""Formulas for an objective's figures, from totals over N sequences: numbers, or one element per update or resample."""
 
 from __future__ import annotations
 
@@ -148,10 +145,8 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns to total for the formulas, over the run or each group in `place_N`.
-
-    To avoid cancellation, squares and products are centred on the group's median sequence mean.
-    """
+    """Return [N] columns to total for the formulas, over the run or each group in `place_N`. To avoid cancellation,
+    squares and products are centred on the group's median sequence mean."""
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, place_N)

@@ -44,9 +44,7 @@ class PassRoles:
     loss: Loss
     known: frozenset[str]
     notes: tuple[Statement, ...]
-    """Codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """Codes in sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
@@ -90,10 +88,8 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
     """Yield a row for every sequence and inner iteration that went through the loss, even without tokens.
-
-    `sequence`, `unit` (the group) and `micro_batch` are hashes. `is_whole` is true if the response has tokens and every
-    pass has one logprob per token.
-    """
+    `sequence`, `unit` (the group) and `micro_batch` are hashes. `is_whole` is true if every pass has one logprob per
+    token."""
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
@@ -130,11 +126,9 @@ recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and codes in sentences.loss_basis for where its settings come from.
-
-    `text` may name a key in LOSSES and set Loss fields, e.g. `gspo,clip_high=0.01`. Other fields keep their recorded
-    values, or PPO with a clip of 0.2 if no loss was recorded. Raises InvalidOption.
-    """
+    """Return the loss, and codes in sentences.loss_basis for where its settings come from. `text` may name a key in
+    LOSSES and set Loss fields, e.g. `gspo,clip_high=0.01`. Other fields keep their recorded values, or PPO with a
+    clip of 0.2. Raises InvalidOption."""
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -236,7 +236,6 @@ class LossRows:
 
     update_R: np.ndarray
     num_tokens_R: np.ndarray
-    """Unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
 
     @property
@@ -268,7 +267,6 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the micro-batch's tokens times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

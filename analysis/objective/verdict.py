@@ -35,7 +35,6 @@ class Objective(Result):
     steps_asked: str = ALL_STEPS
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Codes in sentences.loss_basis."""
     passes: tuple[str, str, str]
     """Passes used as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
@@ -118,11 +117,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the bias's sign and size if its interval excludes 0, otherwise the noise's size.
-
-    Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
-    opposite sign.
-    """
+    """Return the bias's sign and size if its interval excludes 0, otherwise the noise's size. Clipping f(rho*)
+    raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the opposite sign."""
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
     if relative.low is None or relative.high is None:

@@ -64,7 +64,6 @@ class Chart:
     unit: str
     note: str
     sql: str
-    """SQL query that returns the values, or a command that prints them."""
     remark: str = ""
 
     @property
@@ -89,7 +88,6 @@ class Heatmap(Chart):
     x_edges: Array
     y_edges: Array
     counts: Array
-    """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count values beyond the y axis."""

@@ -45,7 +45,6 @@ class RunSummary:
 class Field:
     name: str
     values: tuple[str, ...]
-    """Value in each pass. Empty if missing."""
     differs: bool
 
 

@@ -1,8 +1,6 @@
-"""Split a series into straight segments with the least cost, exactly.
+"""Split a series (one value per step, without gaps) into straight segments with the least cost, exactly.
 
 ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
-
-Shapes: n values, one per step, without gaps.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances.
-
-    The bound is the upper tail for the largest chi-square statistic with 2 degrees of freedom over all positions. Its
-    factor comes from simulated white noise with 20 to 1,000 steps.
-    """
+    """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances. The
+    tail of the largest chi-square statistic (2 degrees of freedom), with a factor from simulated white noise (20 to
+    1,000 steps)."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
@@ -64,11 +60,8 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return every segment's start except the first, and the long-run variance.
-
-    The variance is estimated after the best single cut, then again after each new set, until the cuts no longer change.
-    Cutting a series without a change makes the estimate too small, so it is multiplied by 1.5 + 70 / n.
-    """
+    """Return every segment's start except the first, and the long-run variance. The variance is estimated after each
+    set of cuts until they no longer change. The factor 1.5 + 70 / n corrects its bias in a series without a change."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0

@@ -94,10 +94,8 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return a percentile bootstrap interval over groups for the largest value (Efron 1979).
-
-    The upper bound is the run's own maximum, although longer runs may exceed it.
-    """
+    """Return a percentile bootstrap interval over groups for the largest value (Efron 1979). The upper bound is the
+    run's own maximum, although longer runs may exceed it."""
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
         return NoInterval.FEW
@@ -119,11 +117,8 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return a smooth statistic's interval from its values with each part left out.
-
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. SINGLE means that for most
-    parts, leaving one out changes nothing (e.g. a maximum).
-    """
+    """Return a smooth statistic's interval from its values with each part left out, using Tukey's pseudo-values, P
+    value - (P - 1) value_p. SINGLE means that for most parts, leaving one out changes nothing (e.g. a maximum)."""
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
         return NoInterval.FEW
@@ -224,7 +219,6 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return scale, total, deviations per unit [G] and resampled totals [R]."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
@@ -281,7 +275,6 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """Return how often each resample draws each unit, [R, G]."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)

@@ -38,12 +38,9 @@ class Located:
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the change in a segment at least `margin` values from either end.
-
-    A jump or a slope change costs one parameter. Both together, or an exponential approach, cost two, with an extra
-    ln(n). The interval covers every form that fits almost as well as the best, because noise can make a ramp look like
-    a later jump.
-    """
+    """Locate the change in a segment at least `margin` values from either end. A jump or a slope change costs one
+    parameter. Both together, or an exponential approach, cost two and an extra ln(n). The interval covers every form
+    that fits almost as well as the best, because noise can make a ramp look like a later jump."""
     n = len(values)
     places = np.arange(margin, n - margin + 1)
     lines = StretchSquares(values)
@@ -99,10 +96,8 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high), the start and 90% interval for a decline between two given levels.
-
-    The interval holds every index within the F quantile for 1 and N - 3 degrees of freedom.
-    """
+    """Return (low, index, high), the start and 90% interval for a decline between two given levels. The interval
+    holds every index within the F quantile for 1 and N - 3 degrees of freedom."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -114,10 +109,8 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval for a decline's start. Levels are fitted, and noise may be autocorrelated.
-
-    `deviation` bounds the noise from below (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
-    """
+    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). Levels are fitted, and
+    noise may be autocorrelated. `deviation` bounds it from below."""
     centred = values - values.mean()
     n = len(centred)
     costs, left = np.full(n, np.inf), centred

@@ -1,7 +1,4 @@
-"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance.
-
-Shapes: n values, one per step, without gaps.
-"""
+"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance."""
 
 from __future__ import annotations
 
@@ -60,11 +57,9 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval. Autocorrelation is taken 1.5 standard errors above its estimate.
-
-    With 8 to 40 steps, the estimate is near 0 even in strongly correlated series, and only 70% of intervals would
-    contain the true value. An autocorrelation's standard error is at most 1 / sqrt(n) (Bartlett 1946).
-    """
+    """Return the long-run variance for an interval, taking an autocorrelation 1.5 standard errors (1 / sqrt(n),
+    Bartlett 1946) above its estimate. With 8 to 40 steps, the estimate itself is near 0 even in strongly correlated
+    series, and only 70% of intervals would contain the true value."""
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
     phi = min(phi, _MOST_CORRELATED)
@@ -73,11 +68,9 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def level_deviation(values: np.ndarray) -> float:
-    """Return sqrt(n) times the mean's standard deviation, unaffected by changes in level and slope.
-
-    In a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has
-    variance var (1 + phi) / (1 - phi) / n. phi is 0 with fewer than 40 values.
-    """
+    """Return sqrt(n) times the mean's standard deviation, unaffected by changes in level and slope. In a first-order
+    autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has variance var (1
+    + phi) / (1 - phi) / n."""
     n = len(values)
     phi = 0.0
     if n >= ENOUGH:

@@ -180,7 +180,6 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Sequences in steps that a later attempt repeated. SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
 
 

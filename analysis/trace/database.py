@@ -38,14 +38,9 @@ class Database:
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Examine the traces and define their views. Macros are defined when a query first mentions them.
-
-        A Database as `traces` shares its sources over a new connection. `steps` limits the views (see parse_steps), but
-        keeps earlier hyperparameters. `ray` is a Ray cluster's address (see `spread`). Without a `catalogue`, only this
-        folder's macros exist.
-
-        Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
-        """
+        """Examine the traces and define their views. Raises InvalidOption if a trace has none of the `steps`, but
+        keeps earlier hyperparameters. A Database as `traces` shares its sources. `ray` is a Ray cluster's address.
+        Without a `catalogue`, only this folder's macros exist."""
         self.given: tuple[str, ...]
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue

@@ -1,8 +1,4 @@
-"""Tables with very many files: plan a query to find the files it needs, before reading any.
-
-The query is planned over placeholder files without rows or statistics, so `step` conditions in the plan can only come
-from the query.
-"""
+"""Tables with very many files: find the files that a query needs by planning it over empty placeholder files."""
 
 from __future__ import annotations
 

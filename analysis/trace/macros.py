@@ -69,7 +69,6 @@ def sql_file(name: str) -> str:
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return SQL for group statistics. `rows` is a query with the columns in group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 

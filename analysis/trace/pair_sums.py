@@ -164,11 +164,8 @@ _OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES.
-
-    Probabilities are relative to the sequence's largest, exp(a) - exp(peak) = exp(peak) expm1(a - peak), to stay
-    precise near 0 and 1.
-    """
+    """Return the [B] sums in OF_PROBABILITIES. Probabilities are relative to the sequence's largest, exp(a) -
+    exp(peak) = exp(peak) expm1(a - peak), to stay precise near 0 and 1."""
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
     falls: dict[str, Centred] = {}

@@ -22,13 +22,11 @@ ERROR = 2.0 ** -(BITS + 1)
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""From this many values on, counting in a dense array beats sorting."""
 _BLOCK_TOKENS = 1 << 20
 _GATHERED = 1 << 22
 """Beyond this many values, equal values are merged and counted."""
 
 Cuts = tuple[float | None, ...]
-"""Quantiles for SHARES. None without values."""
 
 
 @dataclass(frozen=True, slots=True)

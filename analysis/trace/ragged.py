@@ -74,10 +74,8 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists, one per sequence, cutting each sequence to its shortest pass.
-
-    An empty `mask` list counts every token. `advantages` (lists, padded with NaN) override `advantage`.
-    """
+    """Flatten Arrow lists, cutting each sequence to its shortest pass. An empty `mask` list counts every token, and
+    `advantages` override `advantage`."""
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
     counted_T = None if mask is None else counted(mask, lengths_N)

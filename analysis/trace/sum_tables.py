@@ -24,7 +24,6 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with too many rows for memory."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
@@ -64,7 +63,6 @@ class SumTables:
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if a pair has sums for every sequence (`runs`: every run)."""
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
@@ -114,7 +112,6 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define macros that read these tables for covered pairs, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(

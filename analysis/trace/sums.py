@@ -79,10 +79,8 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Compute a pair's missing sums. Return True if anything was computed.
-
-    `of_run` also asks for quantiles over whole runs, exact up to EXACT_TOKENS tokens.
-    """
+    """Compute a pair's missing sums. Return True if anything was computed. `of_run` includes quantiles over whole
+    runs, exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
@@ -255,10 +253,8 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens.
-
-    Returns True if sums were written, and False if they exist already or the trace is live or read-only.
-    """
+    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return False if
+    they exist already or the trace is live or read-only."""
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
 

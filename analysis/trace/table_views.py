@@ -46,7 +46,6 @@ class TableViews:
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
         self.is_whole = True
-        """True if the views have every sequence."""
         self._leaves_out = False
         connection.register("left_out", no_rows(_SEQUENCE))
         for table in TABLES:
@@ -66,10 +65,8 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit all tables to the selected steps. Return the steps by run, and as SQL.
-
-        Earlier hyperparameters are kept, because they stay in effect until recorded again.
-        """
+        """Limit all tables to the selected steps, except for earlier hyperparameters, which stay in effect. Return
+        the steps by run, and as SQL."""
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
         kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}

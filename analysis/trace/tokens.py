@@ -37,13 +37,9 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Write an SQL query that returns one row per sequence.
-
-    It selects the sequences that every required pass scored. Columns are logprobs (named by the keys in `passes`), the
-    `rows` expressions (which may use `s`, the sequence, and these keys), and the `lists` (mask, advantages). A range in
-    `steps` includes every step in it. `keys` is a condition on every table. `sequences` is joined only if needed,
-    because the join takes a third of the time.
-    """
+    """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that
+    may use `s` (the sequence) and the keys in `passes`. A range in `steps` includes every step in it, and `keys` is
+    a condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
     columns = [
@@ -178,13 +174,9 @@ UNITS = 64
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """Yield results from `function(database, unit)` lazily and in order.
-
-    On a cluster (`database.ray`), actors open the traces themselves. The function must be defined in a module, and its
-    arguments and results must be picklable.
-
-    Raises InvalidOption if a trace is being recorded, and any error from `run_units`.
-    """
+    """Yield results from `function(database, unit)` lazily and in order. On a cluster (`database.ray`), actors open
+    the traces themselves, and everything passed must be picklable. Raises InvalidOption if a trace is being
+    recorded, and any error from `run_units`."""
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
     return _in_order(database.ray, _Reader(places(database), database.steps, database.catalogue, function), units)

@@ -1,7 +1,4 @@
-"""Draw charts as Bokeh figures.
-
-Text and grid lines get placeholder colours (`THEME`), because only the page knows whether it is light or dark.
-"""
+"""Draw charts as Bokeh figures with placeholder colours, because only the page knows whether it is light or dark."""
 
 from __future__ import annotations
 

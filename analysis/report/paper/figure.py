@@ -1,7 +1,4 @@
-"""Draw charts with matplotlib.
-
-The default font ships with matplotlib, so the same matplotlib version draws byte-identical figures on every machine.
-"""
+"""Draw charts with matplotlib and its own font, so that the same version draws byte-identical figures everywhere."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ _SETTINGS = {
 class PaperStyle:
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Run overview width in inches. `column` is for a single figure."""
     font: str = FONT
     """An installed font. DejaVu Sans draws the characters that it lacks."""
     title: bool = False
@@ -100,7 +96,6 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return one line, cut in the middle beyond `most` characters."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 

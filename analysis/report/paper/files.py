@@ -32,10 +32,8 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths.
-
-    Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
-    """
+    """Write each chart as KEY.png, KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths. Raises FileThere
+    if an output file exists and `force` is off, and StorageError if writing fails."""
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
