@@ -2,13 +2,13 @@
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
-Known for each side: an interval [lo, hi] for every listed token's probability; an interval for t, the unlisted tokens'
-total mass; and `cap`, the largest probability that an unlisted token can have (the smallest listed probability, or t if
-smaller). The bounds hold for all distributions consistent with these. Proof, with h(p, q) from divergence.py:
+Each side gives an interval [lo, hi] for every listed token's probability, an interval for t (the unlisted tokens' total
+mass), and `cap`, the largest probability that an unlisted token can have: the smallest listed probability, or t if
+smaller. The bounds hold for all distributions consistent with these. Proof, with h(p, q) from divergence.py:
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
 in general the data-processing inequality on a partition (Csiszar and Shields 2004, Information theory and statistics: a
-tutorial, lemma 4.1). So a divergence is at least the sum over the cells in any partition.
+tutorial, lemma 4.1). So a divergence is at least the sum of h over any partition's cells.
 
 Lower bound. As p grows, h(p, q) decreases up to q and increases beyond; the same holds with p and q swapped. If both
 lie in intervals, the minimum is therefore 0 if the intervals overlap, and otherwise h at their two nearest endpoints.

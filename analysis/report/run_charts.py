@@ -150,7 +150,7 @@ SERIES: dict[str, Term] = {
     "tokens have equal weight. Near 0, a few tokens have nearly all of it."),
     "reward": Term("Reward", "", "Mean recorded reward in the step."),
     "length": Term("Response length", "tokens", "Mean tokens per response."),
-    "entropy": Term("Entropy", "nats", "Mean entropy when the policy chooses the next token. Near 0 there is no exploration."),
+    "entropy": Term("Entropy", "nats", "Mean next-token entropy. Near 0 there is no exploration."),
     "grad_norm": Term("Gradient norm", "", "Gradient L2 norm logged by the trainer."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
@@ -158,8 +158,8 @@ SERIES: dict[str, Term] = {
     "changed_weights": Term("Changed weights", "share of elements", "Weight elements with bits that differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
-    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of rewards for the same prompt, "
-    "which the advantages are computed from."),
+    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of rewards for the same prompt. "
+    "Advantages are computed within these groups."),
     "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups with equal rewards. They give no gradient."),
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),

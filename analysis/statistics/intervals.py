@@ -53,9 +53,7 @@ class NoInterval(StrEnum):
     UNDEFINED = "undefined without some groups"
     CARRIED = "too few groups determine the value"
     SINGLE = "single sequences determine the value"
-    UNSEEN = (
-        "the weight of a single sequence can be so large that the run may lack the sequences that determine the value"
-    )
+    UNSEEN = "one sequence's weight can be so large that the run may lack the sequences that determine the value"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:

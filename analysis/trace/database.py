@@ -38,9 +38,9 @@ class Database:
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Examine the traces and define their views. Raises InvalidOption if a trace has none of the `steps`, but
-        keeps earlier hyperparameters. A Database as `traces` shares its sources. `ray` is a Ray cluster's address.
-        Without a `catalogue`, only this folder's macros exist."""
+        """Examine the traces and define their views. `steps` limits the views, but keeps earlier hyperparameters. A
+        Database as `traces` shares its sources. `ray` is a Ray cluster's address. Without a `catalogue`, only this
+        folder's macros exist. Raises InvalidOption if a trace has none of the steps."""
         self.given: tuple[str, ...]
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue

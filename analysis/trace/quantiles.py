@@ -43,7 +43,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Bin 0 is far below all others; map it to just below the lowest of them.
+        # Bin 0 is far below all others. Map it to just below the lowest.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)

@@ -253,8 +253,8 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return False if
-    they exist already or the trace is live or read-only."""
+    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return True if
+    sums were written. Nothing is written if they exist, or if the trace is live or read-only."""
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
 

@@ -27,7 +27,7 @@ class PassRows:
     iteration: int | None = 0
     """None reads all inner iterations, one row each."""
     scored: bool = True
-    """False gives rows without logprobs an empty list."""
+    """True skips rows without logprobs. False gives them an empty list."""
     optional: bool = False
     """True gives sequences without scores an empty list."""
     logprobs: bool = True

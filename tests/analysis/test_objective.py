@@ -705,7 +705,7 @@ def test_without_advantages_ratios_are_still_answered(tmp_path):
     assert found.value("mean_abs_d") > 0
     assert found.value("var_total") > 0
     assert "cannot be computed" in found.verdict[0]
-    assert "nats on average" in found.verdict[1]
+    assert "On average, the mismatch changes" in found.verdict[1]
 
 
 def test_without_current_the_first_update_is_answered(tmp_path):
