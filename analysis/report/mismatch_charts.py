@@ -115,7 +115,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
-            key="ratio-split", title="What the loss's ratio consists of", unit="nats squared",
+            key="ratio-split", title="Mismatch and drift in the loss's ratio", unit="nats squared",
             note="ln ratio adds the mismatch d = train - rollout and the policy's drift = current - train. The lines show "
             "how much each varies across tokens. The drift is intended and clipped. The mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
