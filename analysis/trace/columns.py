@@ -202,7 +202,7 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
 
 
 def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (first, last) for each run without gaps.
+    """Return (first, last) for each range without gaps.
 
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))
