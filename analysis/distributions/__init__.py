@@ -1,1 +1,1 @@
-"""Compare two passes' captured distributions token by token, exactly or with proven bounds."""
+"""Compare two passes' captured distributions, exactly or with proven bounds."""

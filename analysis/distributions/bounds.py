@@ -1,40 +1,39 @@
-"""Bound the divergence of two distributions if only the top K tokens and the tail's mass are known for one or both.
+"""Bound the divergence between two distributions if one or both are known only by their top K and the tail's mass.
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
-For each side, three things are known: an interval [lo, hi] for the probability of each listed token; an interval for t,
-the total mass of the unlisted tokens; and `cap`, the largest probability that an unlisted token can have, which is the
-smallest listed probability, or t if t is smaller. The bounds hold for all distributions consistent with these. Proof,
-with h(p, q) from divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
+Each side gives an interval [lo, hi] for every listed token's probability, an interval for t (the unlisted tokens' total
+mass), and `cap`, the largest probability that an unlisted token can have: the smallest listed probability, or t if
+smaller. The bounds hold for all distributions consistent with these. Proof, with h(p, q) from divergence.py:
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
-in general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory
-and statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
+in general the data-processing inequality on a partition (Csiszar and Shields 2004, Information theory and statistics: a
+tutorial, lemma 4.1). So a divergence is at least the sum of h over any partition's cells.
 
-Lower bound. As a function of p, h(p, q) decreases up to q and increases beyond q; the same holds with p and q swapped.
-If p and q each lie in an interval, the minimum of h is therefore 0 if the intervals overlap, and otherwise h at their
-two nearest endpoints. The sum of these minima over the cells of a partition is a lower bound. The largest of three such
-bounds is used; each partition has one cell for every token that both sides list, and
-    1  one cell for all other tokens;
+Lower bound. As p grows, h(p, q) decreases up to q and increases beyond; the same holds with p and q swapped. If both
+lie in intervals, the minimum is therefore 0 if the intervals overlap, and otherwise h at their two nearest endpoints.
+Each partition below gives a lower bound by summing these minima. All have one cell for every token that both sides
+list. The largest bound is used.
+
+    1  one cell for all other tokens
     2  one for the n tokens that only a lists, with q in [0, min(t_b, n cap_b)], one for those that only b lists, and
-       one for those that neither side lists;
+       one for those that neither side lists
     3  one for each token that only one side lists, with the other side's probability in [0, cap], and one for the
-       tokens that neither side lists.
+       tokens that neither side lists
 
-Upper bound. A convex h is largest at a corner of its box. For tokens not listed by both sides, merging gives
-h(p, q) <= h(p, 0) + h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for
-Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b has none. If b is full and has no zeros,
-there is a finite bound: a's unlisted probabilities p are at most cap and add up to at most t, so sum p ln(p / q) is at
-most sum p max(ln(cap / q), 0), which is largest with as much mass as possible on the smallest q.
+Upper bound. A convex h is largest at a corner. For tokens not listed by both sides, merging gives h(p, q) <= h(p, 0) +
+h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for Jensen-Shannon. KL(a ||
+b) is unbounded (inf) if a may have mass where b has none. If b is full and has no zeros, it is finite: a's unlisted
+probabilities are at most cap and add up to at most t, so sum p ln(p / q) is at most sum p max(ln(cap / q), 0), which is
+largest with as much mass as possible on the smallest q.
 
 Entropy. An unlisted token contributes p ln(1 / p) >= p ln(1 / cap), and n unlisted tokens with total mass t contribute
-at most t ln(n / t). The vocabulary size of a top-K side is unknown. The other side's size is used if that side is full;
-otherwise 2^31, because ids are int32.
+at most t ln(n / t). A top-K side does not know its vocabulary size, so the other side's size is used if that side is
+full, or else 2^31, because ids are int32.
 
 Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an
-error of at most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits
-up to 64 before temperature. The mass of the tail, which an engine may compute as 1 - sum, gets the same allowance in
-total.
+error up to 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up
+to 64 before temperature. The tail's mass, which an engine may compute as 1 - sum, gets the same allowance in total.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on the rounding error in float64 sums of size 1 or less."""
 
 H = Callable[[Array, Array], Array]
 
@@ -92,7 +90,6 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return bounds on every measure if at least one side has only its top K. Measures without a bound are left out."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -118,7 +115,6 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if h(1, 0) is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -134,7 +130,6 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass of a side's tokens outside the shared list."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))

@@ -1,4 +1,4 @@
-"""Compare two passes' captured distributions token by token: the Python part of the macro `pair_distributions`.
+"""Compare two passes' captured distributions token by token, for the macro `pair_distributions`.
 
 Hidden states are multiplied by the head weights from the policy version that scored them.
 
@@ -31,7 +31,7 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Maximum size of a chunk's float64 logits. Comparing a chunk takes about fifteen times as much memory."""
+"""Maximum size for a chunk's float64 logits. Comparing takes about 15 times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
@@ -63,7 +63,6 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions behind the pass's logprobs: logits divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -80,8 +79,6 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compares captured rows. Calls run one at a time to limit memory."""
-
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
         self._heads: dict[str, Heads] = {}
@@ -96,11 +93,8 @@ class DistributionPairs:
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """Return a list of measures for each row.
-
-        `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
-        version and attempt.
-        """
+        """Return measures for each row, given the run and the number of tokens, then each side's group, first row,
+        contract, policy version and attempt."""
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
@@ -199,22 +193,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output head's weights, rounded as in the pass, and the operations after the matmul."""
-
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Projection dtype in torch's notation."""
+    """Projection dtype as torch spells it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
 
     def logits(self, hidden_CH: Array) -> Array:
-        """Return [C, V] logits before temperature.
-
-        Accumulates in float32 (float64 for a float64 pass) and rounds wherever the pass rounded. Only the summation
-        order may differ from the pass's kernel, which can change the last bit.
-        """
+        """Return [C, V] logits before temperature, rounded wherever the pass rounded. The last bit can differ,
+        because the pass's kernel may sum in another order."""
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
             logits_CV = logits_CV + self.bias_V
@@ -228,7 +217,7 @@ class Head:
 
 
 class Heads:
-    """A trace's output heads by policy version. The last one used is cached."""
+    """A trace's output heads by policy version. Only the last one used is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -236,8 +225,6 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head that a contract describes, at a policy version and attempt. Raises WeightsMissing,
-        DamagedTrace."""
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
@@ -270,14 +257,13 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return a tensor's values, with bfloat16 widened to float32."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round values to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
+    """Round to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

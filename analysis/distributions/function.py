@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
-"""SQL types of the group, first row, contract, policy version and attempt."""
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
@@ -55,7 +54,7 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if both passes captured distributions for at least one sequence, without reading any."""
+    """Return True if both passes captured distributions for some sequence, without reading any."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])

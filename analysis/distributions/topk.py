@@ -1,4 +1,4 @@
-"""Probability intervals for distributions known in full, or as the top K plus the tail's mass.
+"""Probability intervals for full distributions, or for the top K plus the tail's mass.
 
 Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one side is full.
 """
@@ -12,37 +12,32 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit (before temperature) that the intervals allow rounding errors for."""
+"""The intervals cover rounding errors up to this logit (before temperature)."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by K tokens' logprobs and the total mass of all others."""
-
     ids_CK: Array
     logprobs_CK: Array
-    """float64 logprobs of the listed tokens (nats)."""
+    """float64, in nats."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
-    """Temperature that the logits were divided by. A lower one means larger rounding errors."""
+    """Divides the logits. A lower temperature means larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return each captured logprob's largest possible error (nats)."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """Return each listed token's smallest and largest possible probability, [C, K]."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """Return the smallest and largest possible mass of all unlisted tokens, [C]."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
@@ -55,27 +50,18 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """Probability intervals of one side, over M columns."""
-
     lo_CM: Array
-    """Smallest possible probability of each listed token. 0 in other columns."""
+    """0 in columns that the side does not list."""
     hi_CM: Array
-    """Largest possible probability of each listed token. 0 in other columns."""
     listed_CM: Array
-    """bool: the side lists the token."""
     tail_lo_C: Array
-    """Smallest possible mass of all unlisted tokens, including those without a column."""
+    """Smallest possible mass on all unlisted tokens, including those without a column."""
     tail_hi_C: Array
-    """Largest possible mass of all unlisted tokens."""
     cap_C: Array
-    """Largest possible probability of an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if tokens without a column may exist.
-
-    A top-K side does not know its vocabulary size, but a full side supplies it.
-    """
+    """Return both sides on shared columns, and True if tokens without a column may exist."""
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
     full, part = (a, b) if isinstance(a, Full) else (b, a)
@@ -107,8 +93,7 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on shared columns: a's tokens, then b's. A token in both lists uses its column in a's half, and
-    its column in b's half is 0 on both sides."""
+    """Put both sides on a's tokens, then b's. A token in both lists uses only its column in a's half."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +113,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each of b's tokens: the token's index in a's list, or a column after a's list."""
+    """Return each b token's column [C, K]: its index in a's list, or a column after them."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -151,7 +136,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the most probable token id [C], and the rows where a different token may tie with it, [C] bool."""
+    """Return the most probable token id [C], and the rows where another token may tie, [C] bool."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]
@@ -161,7 +146,6 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] lower and upper bounds on the entropy (nats)."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact

@@ -1,1 +1,1 @@
-"""Measure how the mismatch changes the objective that a run optimizes."""
+"""Measure how the mismatch changes a run's training objective."""

@@ -1,8 +1,4 @@
-"""Formulas for an objective's figures. Their input is totals over sequences: numbers, or one element per update or
-resample.
-
-Shapes: N sequences.
-"""
+"""Formulas for an objective's figures, from totals over N sequences: numbers, or one element per update or resample."""
 
 from __future__ import annotations
 
@@ -30,12 +26,9 @@ class FigureFormula:
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """Required data (MISMATCH, DRIFT, ADVANTAGE, see pass_roles), and CLIP if the loss must clip."""
     of_correction: bool = False
-    """True if the figure needs a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Possible values. Intervals are clipped to this range."""
     in_tails: float | None = None
-    """Measured coverage of the 95% interval in runs dominated by a few tokens, if below 90%. See benchmarks/coverage.py
-    and docs/evidence/intervals.md."""
+    """Measured 95% interval coverage if a few tokens dominate, if below 90% (docs/evidence/intervals.md)."""
 
     @property
     def description(self) -> str:
@@ -67,7 +60,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the covariance. To avoid cancellation, totals must be centred near the means."""
+    """Totals must be centred near the means, to avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -94,14 +87,14 @@ _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 
 FIGURES: Mapping[str, FigureFormula] = {
-    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
-    "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias of tokens with A > 0"),
-    "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias of tokens with A < 0"),
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b per update under the loss's token weights: how much the mismatch raises the objective"),
+    "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias from tokens with A > 0"),
+    "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias from tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the size of the objective's terms, which relative figures are divided by", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: minus the policy "
-    "part of the loss. For cispo and vespo, f is the weight on grad log p"),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective terms' total size. Relative figures are divided by it", bounds=_SIZE),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) under the loss's token weights: the policy loss with "
+    "the opposite sign. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
@@ -117,34 +110,33 @@ FIGURES: Mapping[str, FigureFormula] = {
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
     "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of terms that the loss "
     "would clip under rho*", _CLIPPED, bounds=_SHARE),
-    "flipped": FigureFormula(_share(*_FLIPS), "share of terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
+    "flipped": FigureFormula(_share(*_FLIPS), "share of terms with a clip decision that the mismatch flips", _CLIPPED, bounds=_SHARE),
     "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share of terms that have A > 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
     "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share of terms that have A < 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
     "to_free_positive": FigureFormula(_share("to_free_positive"), "share of terms that have A > 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
     "to_free_negative": FigureFormula(_share("to_free_negative"), "share of terms that have A < 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
-    "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
+    "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): bad "
-    "updates due to the mismatch alone", bounds=_SHARE),
-    "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
-    "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
-    "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
-    "mean_drift": FigureFormula(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
-    "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift, nats squared", frozenset({DRIFT}), bounds=_SIZE),
-    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance of d and drift, nats squared", _BOTH),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): "
+    "those due to the mismatch alone", bounds=_SHARE),
+    "mean_d": FigureFormula(_mean("sum_d"), "mean d = train - rollout (nats)", frozenset({MISMATCH})),
+    "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean |d| (nats)", frozenset({MISMATCH}), bounds=_SIZE),
+    "var_d": FigureFormula(_variance("d"), "variance of d (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
+    "mean_drift": FigureFormula(_mean("sum_drift"), "mean policy drift = current - train (nats)", frozenset({DRIFT})),
+    "var_drift": FigureFormula(_variance("drift"), "variance of the drift (nats squared)", frozenset({DRIFT}), bounds=_SIZE),
+    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance between d and drift (nats squared)", _BOTH),
     "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two variances plus twice the covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
-    "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
-    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of |sum of d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
-    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
-    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean over sequences of "
-    "|(exp(sum d) - 1) A|", bounds=_SIZE),
+    "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean sum of d in a sequence (nats)", frozenset({MISMATCH})),
+    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean |sum of d| in a sequence (nats)", frozenset({MISMATCH}), bounds=_SIZE),
+    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean (exp(sum d) - 1) A over sequences: the error in REINFORCE's gradient if all gradients were equal"),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean "
+    "|(exp(sum d) - 1) A| over sequences", bounds=_SIZE),
 }  # fmt: skip
 """Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that the loss defines and the recorded data allow."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -153,10 +145,8 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return the [N] columns that the formulas need as totals, over the run or over each group in `place_N`.
-
-    Squares and products are centred on the group's median sequence mean, to avoid cancellation.
-    """
+    """Return [N] columns to total for the formulas, over the run or each group in `place_N`. To avoid cancellation,
+    squares and products are centred on the group's median sequence mean."""
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, place_N)
@@ -182,7 +172,6 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Evaluate the figures for each element of the totals. NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -18,26 +18,21 @@ SIDES = ("positive", "negative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes, per token. 0 for tokens that are masked or lack a finite logprob."""
+    """Log-ratios per token. 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
     """train - rollout (nats)."""
     drift_T: Array
     """current - train (nats)."""
     advantage_T: Array
-    """0 if not recorded."""
     counts_T: np.ndarray | None
-    """bool: the token is unmasked and has a finite logprob in every pass. None if true everywhere."""
+    """bool: unmasked and finite in every pass. None if true everywhere."""
     known_T: np.ndarray | None
-    """bool: `counts_T`, and the token has an advantage. None if true everywhere."""
+    """bool: `counts_T` and has an advantage. None if true everywhere."""
     num_N: Array
-    """Number of tokens in `counts_T`."""
     known_N: Array
-    """Number of tokens in `known_T`."""
     advantage_N: Array
-    """Mean over the sequence's tokens."""
     has_one: bool
-    """True if each sequence has a single advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -55,16 +50,12 @@ class LossTerms:
     """Correction weight. 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens per term."""
     sign_N: Array | None
-    """Sign of the advantage, if it is the same for all terms in a sequence."""
+    """The advantage's sign, if all terms in a sequence share it."""
     known_N: Array
-    """Number of terms with an advantage."""
     starts_N: np.ndarray
-    """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Sum each sequence's terms. Returns [N] arrays by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
@@ -79,7 +70,6 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
     def _unclipped(self) -> Array:
-        """Return the bias without the clip: A (w rho_used - rho*), [K]."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
@@ -153,7 +143,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Multiply a sequence's token ratios, and its weights. The log of a product is clamped to +-20 nats."""
+    """Multiply a sequence's token ratios, and its weights. The product's log is clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -180,7 +170,6 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the loss's ratio, given ln rho* and drift = current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

@@ -31,24 +31,23 @@ def objective(
 ) -> Objective:  # fmt: skip
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    With d = train - rollout and drift = current - train (a token's logprobs, in nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). Depending on the loss, its own ratio rho_used is current / train =
-    exp(drift), current / rollout = rho*, or current / current = 1. A token's bias, or a sequence's if the loss takes
-    one ratio per sequence, is b = w f(rho_used) - f(rho*), after arXiv 2605.14220 (b = f(rho* exp(-d)) - f(rho*)). f is
-    one loss term, including the advantage. w is the loss's correction weight, or 1 without a correction (in vespo, it
-    multiplies rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage over the
-    sequence's tokens.
+    With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
+    rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
+    rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
+    term is a token, or a sequence if the loss takes one ratio per sequence. f is its contribution, including the
+    advantage (the mean for a sequence). w is the loss's correction weight, or 1 without a correction. In vespo, w
+    multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
-    vespo), with fields of Loss, or both, as in `gspo,clip_high=0.01`. Within an update (one inner iteration in a step),
-    sums use the loss's token weights. Run figures are means over updates. Masked rows and tokens without a logprob add
-    nothing to the sums, but count in the loss's divisors. The KL term is left out.
+    vespo), fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a
+    step) use the loss's token weights, and run figures are means over updates. Masked rows and tokens without a logprob
+    add nothing to the sums, but count in the loss's divisors. The KL term is left out.
 
     `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap). `ray`
-    is the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here) whose actors share the work.
+    is a Ray cluster's address (`auto`, `host:port`, or `local` to start one here).
 
-    Questions that missing data leave open (no advantages, no `current` pass, no trainer or engine, an unknown loss) are
-    listed in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Questions left open by missing data (advantages, the `current` pass, the trainer, the engine, the loss) are listed
+    in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -85,10 +84,6 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """Return a run's figures with intervals over groups, from the columns of `totals_of`.
-
-    Resampling keeps the recorded number of updates, and the token weights within each update.
-    """
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
     totals |= {key: np.asarray(value) for key, value in constants.items()}

@@ -1,4 +1,4 @@
-"""Choose the loss, and which passes serve as the trainer, the engine and the current policy."""
+"""Choose the loss and the passes for the trainer, the engine and the current policy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that figures require. MISMATCH: logprobs from the engine, and from the trainer at the sampling weights. DRIFT:
-logprobs from the trainer, and from the current policy in the loss. ADVANTAGE: advantages."""
+"""Required logprobs. MISMATCH: engine, and trainer at the sampling weights. DRIFT: trainer, and current policy in
+the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,14 @@ class PassRoles:
     train: str
     rollout: str
     current: str
-    """The loss's current policy, or `train` if no such pass was recorded."""
     loss: Loss
     known: frozenset[str]
-    """Which of MISMATCH, DRIFT and ADVANTAGE the trace has data for."""
     notes: tuple[Statement, ...]
-    """Caveats, as codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """Open questions, as codes in sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose the passes to read, with substitutes for missing passes. None without `train` or `current` logprobs."""
+    """Choose passes, replacing missing ones. None without `train` or `current` logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -86,17 +82,14 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles whose passes must be read, leaving out roles that reuse another pass."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield a row for every sequence and inner iteration that went through the loss in `steps`, even without tokens.
-
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if the
-    response has tokens and every pass has one logprob per token.
-    """
+    """Yield a row for every sequence and inner iteration that went through the loss, even without tokens.
+    `sequence`, `unit` (the group) and `micro_batch` are hashes. `is_whole` is true if every pass has one logprob per
+    token."""
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
@@ -128,16 +121,14 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Default fields of Loss for each kind. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
+"""Default Loss fields for each kind. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
 recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and where its settings come from, as codes in sentences.loss_basis.
-
-    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
-    recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
-    """
+    """Return the loss, and codes in sentences.loss_basis for where its settings come from. `text` may name a key in
+    LOSSES and set Loss fields, e.g. `gspo,clip_high=0.01`. Other fields keep their recorded values, or PPO with a
+    clip of 0.2. Raises InvalidOption."""
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
@@ -169,7 +160,6 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Keep only the denominator and the correction of a loss whose kind will change."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

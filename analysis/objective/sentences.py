@@ -6,15 +6,15 @@ from ...schemas.errors import option
 from ..statement import Measured, Statement
 
 VERDICT: Mapping[str, str] = {
-    "nothing_read": "The effect of the mismatch on the objective cannot be computed.",
+    "nothing_read": "The mismatch's effect on the objective cannot be computed.",
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
     "in_ratio": "The loss divides by the rollout's own logprobs, so the used ratio is the true ratio and the bias is 0. That "
     "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
     "no_effect": "The mismatch does not change the objective's value: every token contributes the same with the used ratio as "
     "with the true ratio.",
-    "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
-    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, and the ratio of a whole sequence by {mean_abs_sum_d:.3g} nats.",
+    "not_answerable": "The effect on the objective cannot be computed. The missing data are listed below.",
+    "ratios": "On average, the mismatch changes a token's ratio by {mean_abs_d:.3g} nats and a whole sequence's ratio by {mean_abs_sum_d:.3g} nats.",
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
@@ -45,37 +45,35 @@ _WAYS = {
 }
 
 CANNOT: Mapping[str, str] = {
-    "no_trainer_logprobs": "any question, because the trace has no logprobs of 'train' or 'current', which the loss's ratio needs; "
+    "no_trainer_logprobs": "any question, because the loss's ratio needs logprobs from 'train' or 'current', and the trace has neither; "
     "record them with Recorder.add_scores",
-    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the 'rollout' pass",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no 'rollout' logprobs",
     "no_train": "which part of the ratio is mismatch and which is policy drift; record the 'train' pass",
-    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
+    "no_current": "how later updates on a batch behave and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Open questions, with the reason or the data to record."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
     "mismatch",
     "first_update_only": "the trace has no 'current' pass, so figures are for the first update on a batch, where the policy inside the "
     "loss is the trainer's policy and the used ratio is 1 unless the loss divides by the rollout's logprobs",
-    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
-    "compare: they add nothing to the sums but are included in the loss's mean",
+    "compare: they add nothing to the sums but count in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
     "micro_batches_unknown": "micro-batches were not recorded, so tokens are weighted over the whole update",
-    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume a divisor of 1; shares do not depend on the divisor",
+    "divisor_unknown": "the aggregation's divisor (max_tokens) was not recorded, so sizes assume 1; shares do not depend on it",
     "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
-    "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to this bound",
+    "ratios_clamped": "some sequences' ratios exceed exp({bound:g}) and are clamped to it",
 }
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return sentences about where the loss settings come from, by code."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",

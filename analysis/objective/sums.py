@@ -31,27 +31,34 @@ TOKEN_COLUMNS = (
 )  # fmt: skip
 """Sums over a sequence's unmasked tokens with finite logprobs in every pass.
 
-num_nan, num_inf: unmasked tokens with a NaN or infinite logprob. d = train - rollout and drift = current - train
-(nats). spread: sums of squares and products around the means. num_bad: tokens with A < 0 and p(rollout) - p(current) >=
-0.5. num_bad_mismatch: the same with p(train) instead of p(current). advantage: the mean.
+    num_nan, num_inf   unmasked tokens with a NaN or infinite logprob
+    d, drift           train - rollout, current - train (nats)
+    spread             squares and products around the means
+    num_bad            tokens with A < 0 and p(rollout) - p(current) >= 0.5
+    num_bad_mismatch   the same with p(train) instead of p(current)
+    advantage          the mean
 """
 
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms by the advantage's sign. Sizes and biases are multiplied by the term's number of tokens.
+"""Sums over terms by the advantage's sign. Sizes and biases are multiplied by the term's token count.
 
-size: |f(rho*)|. used: w f(rho_used), with w the loss's correction weight. plain: f(rho_used) - f(rho*). applied: w
-f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped: terms clipped under rho*. to_clipped: only under
-rho_used. to_free: only under rho*.
+    size         |f(rho*)|
+    used         w f(rho_used), where w is the loss's correction weight
+    plain        f(rho_used) - f(rho*)
+    applied      w f(rho_used) - f(rho*)
+    unclipped    A (w rho_used - rho*)
+    clipped      terms clipped under rho*
+    to_clipped   terms clipped only under rho_used
+    to_free      terms clipped only under rho*
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""terms_known is the number of terms with an advantage."""
+"""terms_known counts the terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
-    """Return the [C, N] sums named in COLUMNS."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -73,7 +80,6 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return token counts by name, and the log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -104,7 +110,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Count bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
+    """Count bad updates (arXiv 2602.04879): tokens with A < 0 and a probability drop of at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -116,7 +122,6 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return trainer, engine and current logprobs. The trainer's replace a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -131,20 +136,16 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """[N] sums in a fixed order, one element per comparable row."""
+    """[N] sums, one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """Hash of the row's group (group_id and step), or of its sequence without a group."""
     updates: list[tuple[int, int]]
-    """(step, inner iteration) of each update."""
     update_N: np.ndarray
-    """Index of the row's update in `updates`."""
     share_N: Array
-    """Factor that the loss applies to each token's term within its update."""
+    """The loss's factor for each token's term within its update."""
     num_rows_U: np.ndarray
-    """Number of sequences that went through the loss, including those without a comparable token."""
+    """Sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
-    """True if every sequence has a recorded micro-batch."""
     columns: dict[str, Array]
 
 
@@ -152,9 +153,7 @@ class SequenceSums:
 class _Batch:
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
-    """Number of unmasked tokens."""
     columns_CN: np.ndarray
     num_read: int
 
@@ -172,7 +171,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    # Comparable rows, in sorted order.
+    # Comparable rows in sorted order.
     whole_N = order[is_whole_R[order]]
     column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
     table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
@@ -222,7 +221,6 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number of unmasked tokens, with or without logprobs, [R]."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -234,12 +232,10 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, as [R] arrays. They determine the loss's divisors."""
+    """All rows that went through the loss, [R]. They determine its divisors."""
 
     update_R: np.ndarray
-    """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Number of unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
 
     @property
@@ -248,11 +244,8 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor that the loss applies to each token's term, [R].
-
-    With aggregation `sequence`, it is the factor for the sequence's single term. An update without recorded micro-
-    batches is treated as one batch.
-    """
+    """Return the loss's factor for each token's term, [R]. With aggregation `sequence`, it is for the sequence's
+    single term."""
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
         tokens_U = np.bincount(update_R, rows.num_tokens_R)
@@ -269,12 +262,11 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return the updates in which every row's micro-batch was recorded, [U] bool."""
+    """Return the updates where every row's micro-batch was recorded, [U] bool."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the tokens in the row's micro-batch times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

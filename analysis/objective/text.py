@@ -58,7 +58,6 @@ def _bounds(found: Objective) -> str:
 
 
 def objective_rows(found: Objective, by: str = "run") -> Rows:
-    """Return one row per figure for the run, or one row per step."""
     if by == "step":
         return found.steps
     rows = [(each.name, each.value, each.low, each.high, each.meaning) for each in found.figures.values()]

@@ -1,4 +1,4 @@
-"""Judge an objective's figures. The verdict is a list of codes with numbers."""
+"""Judge an objective's figures. The verdict is a list with codes and numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class Estimate:
     value: float | None
     """None if the divisor is 0."""
     low: float | None
-    """Interval over groups. Both ends are None if `no_interval` is set."""
+    """Interval over groups. Both ends are None if `no_interval` says why."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval, if there is none."""
     meaning: str
 
 
@@ -34,72 +33,67 @@ class Objective(Result):
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """Steps to analyse, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss settings come from, as codes in sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """Passes that serve as the trainer (at the sampling weights), the engine, and the loss's current policy."""
+    """Passes used as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
-    """Number of updates (one per step and inner iteration). Each has a row in `steps`."""
+    """Updates (one per step and inner iteration). Each has a row in `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration. Means divide by it."""
+    """Sequences that went through the loss, counted once per inner iteration. Means divide by it."""
     num_sequences: int
-    """Number of sequences with an unmasked token that has a finite logprob in every pass."""
+    """Sequences with an unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
+    """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Number of tokens with a NaN logprob in any pass, left out everywhere."""
+    """Tokens with a NaN logprob in any pass, left out everywhere."""
     num_inf: int
-    """Number of tokens with an infinite logprob in any pass, left out everywhere."""
+    """Tokens with an infinite logprob in any pass, left out everywhere."""
     num_groups: int
-    """Number of groups. Intervals resample groups."""
+    """Groups that intervals resample."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Direction, size and location of the bias, as codes in sentences.VERDICT."""
+    """Codes in sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
-    """Caveats, as codes in sentences.NOTES."""
+    """Codes in sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """Open questions, as codes in sentences.CANNOT."""
+    """Codes in sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Figures by name (see figures.FIGURES)."""
     steps: Rows
-    """One row per update: step, iteration and the figures."""
+    """One row per update: step, iteration, figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """The bias's direction, size and location, in sentences."""
+        """Sentences about the bias's direction, size and location."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Caveats, in sentences."""
+        """Sentences about caveats."""
         return sentences(self.note_codes, NOTES)
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Open questions and what to record, in sentences."""
+        """Sentences about open questions and what to record."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
     def loss_from(self) -> str:
-        """Where the loss settings come from, in words."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return a figure's value, or None if it is missing or undefined."""
+        """Return a figure's value, or None if missing or undefined."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. This is tim-trace's
-convention: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
+"""Limits on the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. These are tim-trace's
+own: rewards are so noisy that a 0.1% bias is invisible, but a 5% bias is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
-    """Return the bias's direction, size and location, as codes in sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")
@@ -123,11 +117,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the bias's sign and size if its interval excludes 0, otherwise the size of the noise.
-
-    Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
-    opposite sign.
-    """
+    """Return the bias's sign and size if its interval excludes 0, otherwise the noise's size. Clipping f(rho*)
+    raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the opposite sign."""
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
     if relative.low is None or relative.high is None:
@@ -140,7 +131,6 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the clip changes the bias's sign."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
@@ -213,7 +203,6 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the result for a trace without `train` or `current` logprobs."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

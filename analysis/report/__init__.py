@@ -1,1 +1,1 @@
-"""Reports on runs, each in one file that can be read in a minute."""
+"""Reports on runs, each in one file."""

@@ -17,7 +17,6 @@ from .commands import command
 from .subject import Subject
 
 GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
-"""Severity of an answer: fine, worth a look, wrong, or undecided."""
 
 _EFFECTS = {
     "undecided": "bias not measurable",
@@ -44,23 +43,14 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown` if the trace cannot answer the question.
-
-    Otherwise, by question: validity: `valid`, or the first fault. factor: the first finding, or `replay`. size and
-    objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`, or the
-    cause.
-    """
+    """`unknown` without an answer. Otherwise `valid`, a finding's code, `replay`, a key above, or the collapse's
+    cause."""
     severity: str
-    """GOOD, NOTICE, BAD or OPEN."""
     short: str
     figure: str = ""
-    """The key number with its unit, if there is one."""
     basis: str = ""
-    """What the answer is based on: a token count, an interval or a probability."""
     detail: str
-    """The evidence, in the words of the command that found it."""
     question: str = ""
-    """Key of QUESTIONS."""
     command: str = ""
 
 
@@ -99,14 +89,14 @@ def factor_answer(subject: Subject) -> Answer:
         return Answer(
             code="replay", severity=GOOD if found.checked.is_valid else BAD,
             short=f"confirmed by a replay: {replay.arm}",
-            figure=f"{replay.removed:.1%} of the mean squared d removed",
+            figure=f"removed {replay.removed:.1%} of mean squared d",
             basis=f"{replay.num_tokens:,} tokens replayed", detail=f"{effect_text(replay)}. {numerics}",
         )  # fmt: skip
     first = found.checked.findings[0]
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
     return Answer(
         code=first.code, severity=NOTICE if first.fails else GOOD, short=first.title,
-        figure=f"{size}{first.share:.1%} of the tokens",
+        figure=f"{size}{first.share:.1%} of tokens",
         basis="from logprobs and contracts; a replay would confirm it" if found.next else "from logprobs",
         detail=numerics,
     )  # fmt: skip
@@ -156,14 +146,13 @@ def objective_answer(subject: Subject) -> Answer:
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code, severity=BAD if size >= LARGE else NOTICE if pushes else GOOD, short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute biases{free}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, absolute biases {_percent(size)}{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )  # fmt: skip
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias if its sign is certain, otherwise for the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -225,7 +214,7 @@ def fall_answer(subject: Subject) -> Answer:
 
 
 def _probability(found: Attribution, first: Suspect) -> str:
-    return f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else "")
+    return f"{first.probability:.0%} by {found.kind}" + (" from one run" if found.control is None else "")
 
 
 QUESTIONS = {
@@ -235,7 +224,6 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Code -> question, function that answers it, and command that shows the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

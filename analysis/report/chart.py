@@ -1,6 +1,6 @@
 """Chart data for the HTML page, paper figures and CSV files.
 
-Shapes: n points per line, B bins. A heatmap has X columns and Y rows.
+Shapes: n points per line. A heatmap has X columns and Y rows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's colour-blind-safe palette. Its yellow is darkened to be visible on white."""
+"""Okabe and Ito's colour-blind-safe palette. Yellow is darkened to be visible on white."""
 
 MARK = "#D55E00"
 
 BAND = "#009E73"
 
 _FEW = 40
-"""A line with at most this many points gets a dot at each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +31,10 @@ class Line:
     y: Array
     """[n] float64. NaN where missing."""
     is_side: bool = False
-    """Secondary lines are thin and dashed."""
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots. In a long line, only points without neighbours, because no line segment
-        reaches them."""
+        """[n] bool: points drawn as dots. In a long line, only points without neighbours."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -49,7 +46,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`. Both equal `x` if the step is exact."""
+    """`low` to `high` is the confidence interval for `x`. Both equal `x` if the step is exact."""
     text: str
 
 
@@ -63,20 +60,14 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
-    """Unique name for the chart's file and its element in the page."""
     title: str
     unit: str
-    """Unit of the values. Empty if dimensionless."""
     note: str
-    """What the chart shows and how to read it, for newcomers."""
     sql: str
-    """SQL query that returns the chart's values, or a command that prints them."""
     remark: str = ""
-    """Remark shown next to the chart, for example about left-out data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if the chart has only a remark."""
         return False
 
 
@@ -92,16 +83,11 @@ class LineChart(Chart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap(Chart):
-    """Counts over two axes, drawn as colours."""
-
     x_label: str
     y_label: str
     x_edges: Array
-    """Column edges, [X + 1]."""
     y_edges: Array
-    """Row edges, [Y + 1]."""
     counts: Array
-    """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count values beyond the y axis."""
@@ -118,8 +104,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart(Chart):
-    """Named values side by side, one colour per group."""
-
     groups: Mapping[str, tuple[Bar, ...]]
     x_label: str
 

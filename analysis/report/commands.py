@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return `tim-trace VERB` for the reported trace. Steps, pair and baseline run are added if the command takes them."""
+    """Return `tim-trace VERB` for the trace. Adds steps, pair and baseline run if the command takes them."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -27,7 +27,7 @@ def command(subject: Subject, verb: str, *options: str) -> str:
 
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
-"""Series -> column of the SQL macro pair_steps."""
+"""Series -> column in the SQL macro pair_steps."""
 
 _OF_SEQUENCES = {
     "reward": "avg(reward) FILTER (isfinite(reward))",
@@ -49,7 +49,6 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """Return a query for a series by step, or a command if SQL cannot compute it."""
     where = f" WHERE {subject.condition}" if subject.condition else ""
     if name in _STEPS:
         return (

@@ -1,4 +1,4 @@
-"""A report's content: first screen, charts, and provenance."""
+"""A report's first screen, charts and provenance."""
 
 from __future__ import annotations
 
@@ -28,30 +28,23 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability of a suspect for suggesting a rerun that tests it."""
+"""Minimum probability of a suspect for suggesting a rerun to test it."""
 _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     headline: str
-    """The verdict in one sentence: the first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
-    """Suggested commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """Data missing from the trace, and open questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A contract field that affects the numbers, with its value in every pass."""
-
     name: str
-    """Path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """Value in each pass. Empty if the pass's contract lacks the field."""
     differs: bool
 
 
@@ -61,9 +54,7 @@ class Provenance:
     passes: tuple[str, ...]
     """Column names for `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """First digits of each column's contract SHA-256."""
     fields: tuple[Field, ...]
-    """Fields that differ between passes first, then the others, both sorted by name."""
     settings: tuple[tuple[str, str], ...]
 
 
@@ -75,11 +66,11 @@ class Report(Result):
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The first run is analysed. The others are only drawn for comparison."""
+    """The first run is analysed. The others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
-    """Value of each series that never changes in the first run."""
+    """Values by series, for series that never change in the first run."""
     mismatch: tuple[Chart, ...]
     provenance: tuple[Provenance, ...]
     made_with: str = __version__
@@ -93,7 +84,7 @@ class Report(Result):
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, so that its style and script stay apart from the notebook's."""
+        """Isolate the page's style and script in an iframe."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
@@ -130,7 +121,6 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice: fix the comparison, confirm the cause of a collapse, and settle open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -171,7 +161,7 @@ def _recorded(held: TraceInfo) -> tuple[str, ...]:
     if held.num_metrics:
         lines.append(f"{held.num_metrics:,} logged values")
     if held.num_bytes.get("weights"):
-        lines.append(f"weights of the policy, {held.num_bytes['weights'] / 1e6:,.1f} MB")
+        lines.append(f"policy weights, {held.num_bytes['weights'] / 1e6:,.1f} MB")
     return tuple(lines)
 
 
@@ -207,7 +197,6 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (pass, hash, contract) for every recorded contract, the compared pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))

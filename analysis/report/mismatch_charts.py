@@ -1,4 +1,4 @@
-"""Charts of the mismatch: where it occurs, how it enters the loss, and what would remove it."""
+"""Charts that show where the mismatch occurs, how it enters the loss, and what would remove it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections with nothing to draw, because they neither drop tokens nor lower weights."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
@@ -28,14 +27,14 @@ _GROUPS = {
 
 _PROFILES = {
     "position": (
-        "Mean |d| by position in the response", "position of the token, from 1",
+        "Mean |d| by position in the response", "token position, from 1",
         "Rounding gives a flat line. A jump at one position points to a cache, an attention window or a rotary embedding.",
     ),
     "length": (
-        "Mean |d| by length of the response", "tokens of the response", "Shows whether the mismatch is larger in long responses.",
+        "Mean |d| by response length", "response tokens", "Shows whether the mismatch is larger in long responses.",
     ),
     "entropy": (
-        "Mean |d| by entropy", "entropy of the next-token distribution, nats",
+        "Mean |d| by entropy", "next-token entropy, nats",
         "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
@@ -61,8 +60,8 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
 def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     a, b = subject.pair
     rounding = "" if spread.envelope is None else (
-        f"Rounding of logits changes d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{spread.envelope:.3g} "
-        "(1 - p) and enclose 99% of the tokens below p = 0.99. "
+        f"Rounded logits change d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{spread.envelope:.3g} "
+        "(1 - p) and enclose 99% of tokens below p = 0.99. "
     )  # fmt: skip
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
@@ -116,17 +115,17 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
-            key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
-            note="ln ratio is the sum of two parts: the mismatch d = train - rollout and the policy's drift = current - train. "
-            "The lines show their variances over tokens. The drift is intended and clipped, the mismatch is neither.",
+            key="ratio-split", title="Mismatch and drift in the loss's ratio", unit="nats squared",
+            note="ln ratio adds the mismatch d = train - rollout and the policy's drift = current - train. The lines show "
+            "how much each varies across tokens. The drift is intended and clipped. The mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
-    if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
+    if bias := lines({"relative_bias": "sum b", "relative_abs_bias": "sum |b|"}):
         yield LineChart(
-            key="contribution-bias", title="Contribution of the mismatch to the objective", unit="share of sum |f|",
-            note="b is a token's contribution to the objective under the loss's ratio, minus its contribution under the true ratio. Both "
-            "sums are divided by the sum of |f|, the size of the objective's terms. Above 0, the loss overstates the "
-            "objective. If the sum of b is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220).",
+            key="contribution-bias", title="How the mismatch changes the objective", unit="share of sum |f|",
+            note="b is what a token adds to the objective under the loss's ratio, minus what it adds under the true ratio. "
+            "Both sums are divided by sum |f|, the objective terms' total size. Above 0, the loss overstates the "
+            "objective. If sum b is small compared with sum |b|, the errors cancel (arXiv 2605.14220).",
             sql=asked, lines=bias, x_label="step",
         )  # fmt: skip
 
@@ -155,9 +154,9 @@ def _arms(subject: Subject) -> BarChart | None:
     )  # fmt: skip
     a, b = subject.pair
     return BarChart(
-        key="arms", title="Share of the mismatch that each replay removes", unit="share of mean d squared",
+        key="arms", title="How much mismatch each replay removes", unit="share of mean d squared",
         note=f"The replay replaces {a}: 1 means that the replay agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
-        "Lines are 95% CIs over groups of sequences.",
+        "Lines are 95% CIs over sequence groups.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
 

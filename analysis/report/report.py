@@ -39,17 +39,16 @@ def report(
 ) -> Report:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b,
-    d = logprob(a) - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute).
-    `steps` (3:80, -10:, 2:200:2) selects steps in every trace. The verdict lists the questions that the trace cannot
-    answer. `output` is the HTML file to write; an existing file is replaced only with `force`. A notebook displays the
-    page; printing the report prints the verdict.
+    The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b, d = logprob(a)
+    - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80,
+    -10:, 2:200:2) selects steps in every trace. The verdict lists the questions that the trace cannot answer. `output`
+    is the HTML file to write. An existing file is replaced only with `force`. A notebook displays the page, and
+    printing the report prints the verdict.
 
-    Figures for papers: `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file
-    (NAME.pdf) with one page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure.
-    `width` is a number of inches, or a name for which single figures are as wide as a column and the overview is as
-    wide as the text: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` must
-    be installed. `title` adds a title to each figure.
+    `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file (NAME.pdf) with one
+    page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is in
+    inches, or a name that sets column and text width: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee,
+    jmlr, nature or neurips. `font` must be installed. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -1,4 +1,4 @@
-"""Charts of a run by step, one per series, with a shared step axis."""
+"""Charts by step, one per series."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from .subject import Subject
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
 _MOST_STEPS = 12
-"""Maximum number of steps listed in a remark. The others are only counted."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Chart every series that varies: one line per run and replay, with marks at changes in the first run."""
+    """Chart every series that varies. Marks show where the first run changes."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -64,7 +63,6 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
 
 
 def not_finite(steps: Sequence[int] | np.ndarray) -> str:
-    """Say at which steps values are NaN or infinite, because a chart cannot draw them."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -82,7 +80,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return the mismatch with each replay in pass a's place. On a logarithmic axis, 0 becomes NaN."""
+    """Return the mismatch with each replay in pass a's place. A logarithmic axis turns 0 into NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -138,60 +136,56 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """How a report presents a series."""
-
     title: str
     unit: str
     note: str
 
 
 SERIES: dict[str, Term] = {
-    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, where d is the trainer's logprob minus the engine's. It is an estimate of the KL divergence between them, and never negative."),
-    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, where d is the trainer's logprob minus the engine's."),
-    "max_abs_d": Term("Largest |d|", "nats", "Largest difference between a token's two logprobs in the step. "
+    "k3": Term("Mismatch k3", "nats", "Mean exp(d) - 1 - d, where d is the trainer's logprob for a token minus the engine's. It estimates the KL divergence between them and is never negative."),
+    "p99_abs_d": Term("p99 of |d|", "nats", "99% of tokens have a smaller |d|, the difference between the trainer's and the engine's logprob for the same token."),
+    "max_abs_d": Term("Largest |d|", "nats", "The largest difference between a token's two logprobs in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
     "ess": Term("Token ESS", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
-    "tokens have equal weight. Near 0, a few tokens have nearly all of the weight."),
-    "reward": Term("Reward", "", "Mean reward of the sequences in the step, as recorded."),
-    "length": Term("Response length", "tokens", "Mean number of tokens per response."),
-    "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
-    "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
+    "tokens have equal weight. Near 0, a few tokens have nearly all of it."),
+    "reward": Term("Reward", "", "Mean recorded reward in the step."),
+    "length": Term("Response length", "tokens", "Mean tokens per response."),
+    "entropy": Term("Entropy", "nats", "Mean next-token entropy. Near 0 there is no exploration."),
+    "grad_norm": Term("Gradient norm", "", "Gradient L2 norm logged by the trainer."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
-    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio is beyond the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
-    "policy_lag": Term("Policy lag", "updates", "Number of updates between the sampling weights and the weights in the loss. 0 is on-policy."),
-    "changed_weights": Term("Changed weights", "share of elements", "Share of weight elements whose bits differ from the previous version. In bfloat16, small updates are rounded away."),
+    "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
+    "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those in the loss. 0 is on-policy."),
+    "changed_weights": Term("Changed weights", "share of elements", "Weight elements with bits that differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
-    "update_to_weight": Term("Update to weight", "ratio", "Norm of one update divided by the norm of the weights."),
-    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within "
-    "groups that share a prompt. Advantages are computed from this spread."),
-    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups in which all rewards are equal, so that they give no gradient."),
+    "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
+    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of rewards for the same prompt. "
+    "Advantages are computed within these groups."),
+    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups with equal rewards. They give no gradient."),
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""Terms by series, in display order."""
 
-EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
+EVALUATION = Term("", "", "An evaluation logged by the run. A faulty reward does not affect it.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
-    "k3_positive": "k3 over the tokens with an advantage above 0.",
-    "k3_negative": "k3 over the tokens with an advantage below 0.",
-    "d": "The trainer's logprob of a token minus the engine's, in nats. 0.69 nats is a factor of two in probability.",
-    "nats": "Units of the natural logarithm: a difference of x nats is a factor of exp(x).",
-    "rms": "Root mean square, which gives large values more weight.",
+    "k3_positive": "k3 over tokens with an advantage above 0.",
+    "k3_negative": "k3 over tokens with an advantage below 0.",
+    "d": "The trainer's logprob for a token minus the engine's (nats). 0.69 nats is a factor of two in probability.",
+    "nats": "Natural logarithm units. A difference of x nats is a factor of exp(x).",
+    "rms": "Root mean square. It gives large values more weight.",
     "valid": "Both logprobs measure the same quantity, with the same tokens, temperature, mask, weights and position. Otherwise, their difference says nothing about numerics.",
-    "contract": "Everything that affects the numbers of a pass: engine, versions, dtypes, kernels, parallelism, "
-    "sampling.",
+    "contract": "Everything that affects a pass's numbers: engine, versions, dtypes, kernels, parallelism, sampling.",
     "advantage": "How much better a response did than the others in its group. If positive, training makes the "
     "response more likely.",
-    "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
-    "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
-    "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
-    "alerts": "Levels at which a framework or paper issues a warning, each with its own definition.",
-    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled other groups.",
+    "|d|": "Absolute difference between the trainer's and the engine's logprob for a token (nats).",
+    "sum |f|": "What all tokens add to the objective in absolute terms: ratio times advantage, as the loss clips it.",
+    "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
+    "alerts": "Warning levels from frameworks and papers. Each has its own definition.",
+    "interval": "Confidence interval from resampling sequence groups: what to expect if the run had sampled different groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
-    "ln ratio": "Natural logarithm of the ratio between a token's probabilities under two policies.",
-    "arm": "A replay of recorded steps under different numerics, stored as its own pass.",
-    "observation": "Evidence from a single run, in which the first series to change need not be the cause.",
+    "ln ratio": "Natural logarithm of a token's probability ratio under two policies.",
+    "arm": "Recorded steps replayed under different numerics, stored as a separate pass.",
+    "observation": "Evidence from a single run, where the first series to change need not be the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
 """Hover notes by word."""

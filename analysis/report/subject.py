@@ -1,4 +1,4 @@
-"""Run every analysis on one run, and collect the results for a report."""
+"""Run every analysis on one run for a report."""
 
 from __future__ import annotations
 
@@ -37,21 +37,17 @@ Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
 WHOLE = 30_000_000
-"""Maximum number of tokens in a run that is read in full."""
 MOST_TOKENS = 5_000_000
-"""Number of tokens to read from a larger run. A single large step may exceed it."""
+"""Tokens to read from a larger run. A single large step may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Results of every analysis of one run. A result that could not be computed is None, and `unanswered` says why."""
+    """Results from every analysis. A missing result is None, and `unanswered` says why."""
 
     trace: str
-    """The trace's path as given, for suggested commands."""
     asked_steps: str
-    """The selected steps as given."""
     condition: str
-    """SQL condition that selects these steps. Empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -62,7 +58,6 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and the corrections cover, as text."""
     arms: Mapping[str, tuple[Series, ...]]
     """Mismatch by step between each replay and pass b."""
     spread: Breakdowns | None
@@ -70,9 +65,7 @@ class Subject:
     contracts: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]
     evaluation: Series | None
-    """The logged evaluation that `attribute` used as the outcome. None if it used the reward or had no outcome."""
     unanswered: Mapping[str, str]
-    """Why an analysis has no result, by analysis."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -84,7 +77,6 @@ def read_subject(
     trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, steps: str,
     advance: Advance,
 ) -> Subject:  # fmt: skip
-    """Run every analysis on a trace. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = open_database(trace, steps)
     other = None if control is None else open_database(control, steps)
     names, why = ":".join(pair), dict[str, str]()
@@ -154,7 +146,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens, and return the text for `steps_read`."""
+    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens. Also return `steps_read`."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -172,5 +164,4 @@ def steps_read(num_read: int, num_steps: int) -> str:
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many average steps fit in `MOST_TOKENS` tokens, clamped to 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

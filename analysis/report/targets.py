@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere if a path is a folder, or an existing file without `force`."""
+    """Raise FileThere for a folder, or for an existing file without `force`."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -25,12 +25,11 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return an output file's absolute path.
-
-    Raises StorageError for a URL or a missing parent folder, because a typo must not create folders.
-    """
+    """Return an absolute path. Raises StorageError for a URL, or a missing parent folder, which may be a typo."""
     if "://" in os.fspath(path):
-        raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
+        raise StorageError(
+            f"{path}: reports and figures are written to a local folder; write them there, then copy them"
+        )
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if not target.parent.is_dir():
         raise StorageError(f"{path}: folder {target.parent} does not exist; create it, or choose another path")
@@ -39,7 +38,6 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError inside the context into a StorageError."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,6 @@
-"""Split a series into straight segments with the least cost, exactly.
+"""Split a series (one value per step, without gaps) into straight segments with the least cost, exactly.
 
 ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
-
-Shapes: n values, one per step, without gaps.
 """
 
 from __future__ import annotations
@@ -16,29 +14,26 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise with known variance. If the variance is estimated, it stays below
-0.01."""
+"""Probability that pure noise with known variance gives a false change point. It stays below 0.01 if the variance is
+estimated."""
 
 _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Return the minimum segment length: 4 steps, or 2% of a long series."""
     return max(4, math.ceil(0.02 * n))
 
 
 def tail(gain: float, n: int) -> float:
-    """Bound the probability that some cut reduces the sum of squares of pure noise by `gain` long-run variances.
-
-    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
-    all positions. The factor comes from simulated white noise with 20 to 1,000 steps.
-    """
+    """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances. The
+    formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) over all positions. Its
+    factor comes from simulated white noise with 20 to 1,000 steps."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return a significant cut's minimum gain in units of the long-run variance, at least 3 ln n."""
+    """Return the minimum gain for a significant cut, in long-run variances."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -46,7 +41,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares for lines fitted to segments of a series, computed from running sums."""
+    """Residual sums from fitting lines to segments, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -56,7 +51,7 @@ class StretchSquares:
         self._sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, t * centred, centred * centred)]
 
     def squares(self, start: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
-        """Return the residual sums of squares for the segments [start, end), each with at least two values."""
+        """Return the residual sums for segments [start, end) with at least two values."""
         length = np.asarray(end - start, float)
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
@@ -65,12 +60,8 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return every segment's start index except the first, and the long-run variance.
-
-    The variance is estimated after the best single cut, then again after all cuts found with that estimate, until the
-    cuts no longer change. In a series without a change, cutting makes the estimate too small. The factor 1.5 + 70 / n
-    corrects this.
-    """
+    """Return every segment's start except the first, and the long-run variance. The variance is estimated after each
+    set of cuts until they no longer change. The factor 1.5 + 70 / n corrects its bias in a series without a change."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0

@@ -1,4 +1,4 @@
-"""Statistics for a pair of passes, from totals of schemas.sums. A total is a scalar, or an array over resamples.
+"""Statistics for a pair of passes, from schemas.sums totals. A total is a scalar, or an array over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -16,15 +16,11 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that can be added unchanged."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Turn the [N] columns of schemas.sums into the [N] columns whose totals FROM_SUMS needs.
-
-    To avoid cancellation, sums of ratios are relative to the largest ratio in any sequence, and sums of probabilities
-    are centred on the median sequence mean. Without probabilities, columns that need them are left out.
-    """
+    """Turn [N] schemas.sums columns into [N] columns that can be totalled for FROM_SUMS. To avoid cancellation,
+    ratios are relative to the largest in any sequence, and probabilities are centred on the median sequence mean."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
     with np.errstate(over="ignore", under="ignore"):
@@ -45,19 +41,13 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
-    """Return the sequences' mean probabilities minus their median, [N].
-
-    In units of the largest probability, exp(top), a sequence's mean minus exp(top) is expm1(peak - top) + exp(peak -
-    top) mean_fall.
-    """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
     return np.asarray(np.exp(top) * (fall_N - np.median(fall_N))) if len(fall_N) else fall_N
 
 
 def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
-    """Return Pearson's correlation from totals of x, y, their squares and their product, centred near the means to
-    avoid cancellation. NaN if x or y is constant, as in SQL."""
+    """Return Pearson's correlation from centred totals, or NaN if x or y is constant (as in SQL)."""
     spread_x, spread_y = num * xx - x**2, num * yy - y**2
     known = (spread_x > 0) & (spread_y > 0)
     size = np.sqrt(np.where(known, spread_x, 1.0)) * np.sqrt(np.where(known, spread_y, 1.0))
@@ -82,4 +72,4 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""How to compute each `stats` column from totals of the `addable` columns. The formulas match sql/statistics.sql."""
+"""Each `stats` column, from totals over `addable` columns. The formulas match sql/statistics.sql."""

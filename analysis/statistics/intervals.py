@@ -1,7 +1,7 @@
-"""Confidence intervals over groups, because sequences with the same prompt and tokens in a sequence are correlated.
+"""Confidence intervals over groups, because sequences with the same prompt are correlated.
 
-A group is the sequences in a step that share a `group_id`, or a single sequence that has none. benchmarks/coverage.py
-measures the coverage, with results in docs/evidence/intervals.md.
+A group is all sequences in a step with the same `group_id`, or a single sequence without one. For measured coverage,
+see docs/evidence/intervals.md (benchmarks/coverage.py).
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
 """
@@ -19,38 +19,32 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""Maps column totals to a value, or to one value per resample."""
 
 SEED = 20_260_000
-"""Fixed, so that the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""With fewer groups, there is no interval. A 95% Student's t interval would contain the true value in only 80% to 90%
-of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
+"""With fewer groups, there is no interval. A 95% Student's t interval would contain the true value in only 80% to
+90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum number of resampled units. More groups are merged into this many units, which leaves the variance of sums
-unchanged."""
+"""Maximum resampled units. Merging more groups into them leaves the variance unchanged."""
 
 PARTS = 20
-"""Maximum number of jackknife parts, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Within these limits, about _BEYOND of them fall beyond each bound."""
+"""Limits on the number of resamples. Between them, about _BEYOND resamples fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step for finite differences."""
 
 _NOISE = 1e-9
-"""A standard error below this, relative to its terms, is only rounding error, so all groups must be identical."""
+"""Below this relative standard error, only rounding is left, so all groups must be identical."""
 
 _NO_SPREAD = 1e-6
-"""If a resample's standard error is below this, relative to the run's, all of its groups are identical."""
+"""The same for a resample, relative to the run's standard error."""
 
 
 _BLOCK = 1 << 15
-"""Number of influences to process at once, so that they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
@@ -59,9 +53,7 @@ class NoInterval(StrEnum):
     UNDEFINED = "undefined without some groups"
     CARRIED = "too few groups determine the value"
     SINGLE = "single sequences determine the value"
-    UNSEEN = (
-        "the weight of a single sequence can be so large that the run may lack the sequences that determine the value"
-    )
+    UNSEEN = "one sequence's weight can be so large that the run may lack the sequences that determine the value"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
@@ -69,7 +61,6 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return SQL for a sequence's group: step and group_id, or the sequence itself without a group_id."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -78,17 +69,15 @@ def bootstrap(
     statistics: Mapping[str, Statistic], columns: Mapping[str, Array], unit_N: np.ndarray, confidence: float, *,
     constants: Mapping[str, float] | None = None, open_ended: bool = False,
 ) -> dict[str, Interval | NoInterval]:  # fmt: skip
-    """Return intervals for statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
+    """Return bootstrap-t intervals over groups for statistics of totals (Efron 1981; Hall 1988).
 
-    Whole groups are drawn with replacement. In each resample, t = (resampled value - value) / (resampled standard
-    error), using the linearised statistic's standard error (infinitesimal jackknife, Efron 1982). The bounds are value
-    - t * standard error at two quantiles of t. Few groups underestimate the variance, so the interval is wider than the
-    textbook's in two ways. The quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know About the
+    Each resample gives t = (resampled value - value) / (resampled standard error), where standard errors come from the
+    infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles. With few groups,
+    the variance is underestimated, so the quantiles are expanded (Hesterberg 2015, What Teachers Should Know About the
     Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
     freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. Bounds may be infinite only if `open_ended`. Otherwise the result is
-    CARRIED.
+    `constants` are added to the totals unchanged. An infinite bound gives CARRIED unless `open_ended`.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -103,10 +92,8 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval for the largest value. Its upper bound is the largest value itself.
-
-    Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
-    """
+    """Return a percentile bootstrap interval over groups for the largest value (Efron 1979). The upper bound is the
+    run's own maximum, although longer runs may exceed it."""
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
         return NoInterval.FEW
@@ -128,12 +115,8 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return a smooth statistic's interval from its values with each of P parts left out.
-
-    Each part consists of whole groups. Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent.
-    The result is FEW with fewer than MIN_GROUPS parts, and SINGLE if leaving out most parts does not change the value,
-    as with a maximum.
-    """
+    """Return a smooth statistic's interval from its values with each part left out, using Tukey's pseudo-values, P
+    value - (P - 1) value_p. SINGLE means that for most parts, leaving one out changes nothing (e.g. a maximum)."""
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
         return NoInterval.FEW
@@ -152,7 +135,7 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile of Student's t-distribution.
+    """Return a quantile from Student's t-distribution.
 
     >>> round(student_quantile(0.975, 1), 3)
     12.706
@@ -163,7 +146,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def f_quantile(probability: float, numerator: int, denominator: int) -> float:
-    """Return a quantile of Fisher's F.
+    """Return a quantile from Fisher's F-distribution.
 
     >>> round(f_quantile(0.90, 1, 6), 2)
     3.78
@@ -174,7 +157,6 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number groups by first occurrence. Return each element's group number, [N], and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -235,7 +217,6 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, its total, [G] deviations of units from their mean, and [R] resampled totals."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
@@ -264,7 +245,6 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return the linearised statistic's standard errors, [R]. `counts_RG` is as returned by `_draws`."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -277,8 +257,6 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Totals that remember which of them were read."""
-
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()
 
@@ -295,7 +273,6 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """Return how often each resample contains each unit, [R, G]."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)
@@ -303,7 +280,7 @@ def _draws(number: int, num_resamples: int) -> Array:
 
 
 def _expanded(student: float, number: int) -> float:
-    """Return the lower quantile's level: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
+    """Return the lower level: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
     from scipy.special import ndtr
 
     return float(ndtr(-math.sqrt(number / (number - 1)) * student))

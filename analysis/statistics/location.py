@@ -1,8 +1,6 @@
-"""Locate a change in a series, with a confidence interval.
+"""Locate a change in a series: a jump, or the start of a ramp, an exponential approach or a decline.
 
-The change is a jump, or the onset of a ramp, an exponential approach or a decline.
-
-Shapes: n values in a segment with one change, P candidate positions, E candidate ends of a decline.
+Shapes: n values in a segment with one change, P candidate positions, E candidate ends for a decline.
 """
 
 from __future__ import annotations
@@ -18,40 +16,31 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""Forms of a change: a jump at a constant slope, a jump with a slope change, and an exponential approach, as when a
-policy collapses."""
+"""A jump at a constant slope, a jump with a slope change, and an exponential approach (policy collapse)."""
 
 _DECAYS = (0.03, 0.1, 0.3)
-"""Time constants to try, as shares of the segment."""
 
 REACH = 7.35
-"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in units of the long-run variance.
-It solves (1 - exp(-x / 2))^2 = 0.95, the limit law for a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For
-the onset of a ramp with known form and variance, 3.84 would suffice."""
+"""Largest extra cost (long-run variances) inside the 95% interval. It solves (1 - exp(-x / 2))^2 = 0.95, the limit
+law for a jump's likelihood ratio (Hinkley, Biometrika 57, 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
     place: int
-    """Index of the first value after the change."""
     low: int
     high: int
     kind: str
     before: float
-    """Fitted value just before the change."""
     after: float
-    """Fitted value at the end of the segment."""
     gain: float
-    """Sum of squares saved by changing slope and level, in units of the long-run variance."""
+    """Squares saved by changing slope and level (long-run variances)."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the one change in a segment, at least `margin` values from its ends.
-
-    A jump with a constant slope, or a slope change without a jump, costs one parameter. Both together, or an
-    exponential approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers
-    all forms that fit almost as well as the best: in noise, a ramp that began earlier may look like a jump.
-    """
+    """Locate the change in a segment at least `margin` values from either end. A jump or a slope change costs one
+    parameter. Both together, or an exponential approach, cost two and an extra ln(n). The interval covers every form
+    that fits almost as well as the best, because noise can make a ramp look like a later jump."""
     n = len(values)
     places = np.arange(margin, n - margin + 1)
     lines = StretchSquares(values)
@@ -80,12 +69,10 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return how much of an exponential approach is completed at each index, given its start."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return how much each column reduces the sum of squares when added to a line, [P]."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
@@ -109,11 +96,8 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high): where a decline between two given levels begins, and its 90% interval.
-
-    The index minimises the sum of squares. The interval contains all indices whose sum of squares is within the F
-    quantile with 1 and N - 3 degrees of freedom.
-    """
+    """Return (low, index, high), the start and 90% interval for a decline between two given levels. The interval
+    holds every index within the F quantile for 1 and N - 3 degrees of freedom."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -125,10 +109,8 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval for the start of a decline, with fitted levels and autocorrelated noise.
-
-    `deviation` is a lower bound on the noise (see noise.level_deviation). docs/evidence/intervals.md has the coverage.
-    """
+    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). Levels are fitted, and
+    noise may be autocorrelated. `deviation` bounds it from below."""
     centred = values - values.mean()
     n = len(centred)
     costs, left = np.full(n, np.inf), centred
@@ -147,6 +129,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return how much of a decline that begins at `start` is completed, for each candidate end, [E, N]."""
+    """Return the completed share [E, N] for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -1,9 +1,9 @@
 """Policy loss terms: what a ratio and an advantage add to the objective, clipping, and corrections.
 
-sql/loss.sql implements the same rules as SQL macros, and replay/gradients implements the loss in torch.
+sql/loss.sql implements the same rules as SQL macros, and replay/gradients in torch.
 
-Shapes: T tokens in N sequences, concatenated, and K terms: tokens, or sequences if the loss has one ratio per sequence.
-Functions without stated shapes take arrays with equal shapes.
+Shapes: T tokens in N sequences, concatenated, and K terms (tokens, or sequences with a single ratio). Other functions
+take equally shaped arrays.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from ...schemas.loss import (
 from .estimators import Array
 
 SAFETY_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, as the frameworks do."""
+"""Like the frameworks, clamp log-ratios to +-20 nats before exp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Where a loss clips the ratio, by the advantage's sign. Infinite where it does not.
-
-    With a positive advantage, the ratio has no lower bound.
-    """
+    """Ratio bounds by the advantage's sign. Infinite without a bound."""
 
     positive_high: float = math.inf
     negative_low: float = -math.inf
@@ -51,7 +48,7 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """Return the bounds of a loss: on the weight for cispo, on the ratio for ppo_clip.
+    """Return a loss's bounds: on the weight for cispo, on the ratio for ppo_clip.
 
     ppo_clip is min(min(ratio, hard) A, clip(ratio) A).
 
@@ -67,9 +64,9 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return the log-ratios of the terms [K] from those of the tokens [T], which are 0 for masked tokens.
+    """Return log-ratios by term [K] from those by token [T]. Masked tokens have 0.
 
-    `num_N` is the number of unmasked tokens in each sequence.
+    `num_N` counts each sequence's unmasked tokens.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -84,15 +81,13 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln(current / denominator), the log of the loss's ratio, given ln(current / rollout) and ln(current /
-    train)."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """Return exp of log-ratios that are first clamped to +-20 nats.
+    """Return exp after clamping to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -101,11 +96,13 @@ def clamped_exp(log_ratio: Array) -> Array:
 
 
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
-    """Return f_A(ratio), what a term adds to the objective, in units of the advantage.
+    """Return f_A(ratio), what a term adds to the objective.
 
-    ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
-    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo (min(ratio, clip_high) A) and vespo (phi(ratio) A),
-    f_A is the weight on grad log p.
+        ppo_clip   min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio <= `clip_hard`
+        reinforce  ratio A
+        sapo       4 / tau sigmoid(tau (ratio - 1)) A
+        cispo      min(ratio, clip_high) A, the weight on grad log p
+        vespo      phi(ratio) A, the weight on grad log p
 
     >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
     [1.2, 0.5, -1.5]
@@ -120,7 +117,7 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv 2511.20347).
+    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)), where tau depends on A's sign (arXiv 2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]
@@ -130,7 +127,7 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio) (arXiv 2602.10693).
+    """Return ln phi(ratio) for VESPO, where phi = exp(lambda + k ln ratio - lambda ratio) (arXiv 2602.10693).
 
     k and lambda depend on whether A >= 0. The ratio is clamped to [1e-8, exp(20)].
 
@@ -145,9 +142,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return a mask of the ratios beyond the bound for the sign of their advantage.
-
-    The mask is False where the loss has no bound, and for an advantage of 0. `loss_clips` does the same in SQL.
+    """Mask ratios beyond the bound for their advantage's sign. False without a bound, or if the advantage is 0.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
@@ -160,9 +155,9 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, in nats.
+    """Return the loss's correction weight for a ratio exp(log_ratio), where log_ratio = train - rollout (nats).
 
-    Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks. None means no bound.
+    Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -181,11 +176,10 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Fields of Loss that the terms depend on, by kind."""
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options for the macros of sql/loss.sql. Numbers are preserved bit for bit.
+    """Return a loss as bit-exact options for the macros in sql/loss.sql.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

@@ -1,6 +1,6 @@
-"""Correlations and centred sums of squares and products in two passes, merged over sequences.
+"""Correlations and centred sums in two passes, merged over sequences.
 
-Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
+This is the corrected two-pass algorithm (Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance).
 
 Shapes: T tokens in N sequences, concatenated.
 """
@@ -16,18 +16,14 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Values per token, minus their sequence's mean."""
-
     mean_N: Array
-    """Mean over the counted tokens, or 0 without any. Exact if all values are equal."""
+    """Exact if all values are equal. 0 without counted tokens."""
     off_T: Array
-    """Deviation from the mean. 0 for tokens that are not counted."""
     left_N: Array
-    """Sum of `off_T` over each sequence. It is not exactly 0, because the mean is rounded."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences. `counted_T` marks the `num_N` counted tokens. All others must be 0."""
+    """Centre values within sequences. Tokens outside `counted_T` must be 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -38,7 +34,7 @@ def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.n
 
 
 def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return [N] sums of (x - mean x) (y - mean y) over the tokens of each sequence.
+    """Return each sequence's sum over (x - mean x) (y - mean y), [N].
 
     >>> starts, num = np.array([0]), np.array([2.0])
     >>> x, y = (centred(np.array(values), starts, num) for values in ([1.0, 3.0], [2.0, 8.0]))
@@ -52,10 +48,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
     """Return each sequence's mean minus the median mean with the same `place_N`, [N], or 0 without counted tokens.
-
-    Sums around this median, n (mean - median) and n (mean - median)^2 plus the co-moments within sequences, add up over
-    sequences without loss of precision.
-    """
+    Sums around this median add up over sequences without losing precision."""
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)
     order = there_N[np.lexsort((mean_N[there_N], place_N[there_N]))]

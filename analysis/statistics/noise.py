@@ -1,7 +1,4 @@
-"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance.
-
-Shapes: n values, one per step, without gaps.
-"""
+"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Number of values needed to tell autocorrelation from real changes."""
+"""Values needed to tell autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
@@ -32,21 +29,20 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Estimate the standard deviation from the median absolute deviation, or directly if most values are equal.
-
-    scipy.stats.median_abs_deviation takes nine times as long.
-    """
+    """Estimate the standard deviation from the median absolute deviation, or directly if most values are equal."""
     spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return spread if spread > 0 else float(np.std(values))
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return n times the variance of the mean of a stationary series, after fitting `num_fitted` parameters to it.
+    """Return n times the variance that a stationary series' mean has, after fitting `num_fitted` parameters.
 
     It is the larger of two estimates:
 
-    - A first-order autoregression: variance (1 + phi) / (1 - phi). Here, variance (1 - phi) comes from differences. phi is the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al., Bernoulli 23, 2017), or the residuals' autocorrelation around a line if that is smaller.
-    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It includes correlation over a few steps that a first-order autoregression misses. Slower variation is treated as change.
+    - A first-order autoregression, variance (1 + phi) / (1 - phi). phi comes from squared differences at lags 2 and 1
+      (robust to level changes: Chakar et al., Bernoulli 23, 2017), or from a line's residuals if smaller.
+    - The variance plus twice the autocovariances up to lag n^(1/3). It includes correlation over a few steps that the
+      autoregression misses.
     """
     n = len(values)
     first = half_square_difference(values, 1)
@@ -61,12 +57,9 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, assuming an autocorrelation 1.5 standard errors above its estimate.
-
-    With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, and an interval based on it would
-    contain the true value for only 70% of them. An autocorrelation's standard error is at most 1 / sqrt(n) (Bartlett
-    1946).
-    """
+    """Return the long-run variance for an interval, taking an autocorrelation 1.5 standard errors (1 / sqrt(n),
+    Bartlett 1946) above its estimate. With 8 to 40 steps, the estimate itself is near 0 even in strongly correlated
+    series, and only 70% of intervals would contain the true value."""
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
     phi = min(phi, _MOST_CORRELATED)
@@ -75,12 +68,9 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def level_deviation(values: np.ndarray) -> float:
-    """Return sqrt(n) times the standard deviation of the mean of n values, unaffected by changes in level and slope.
-
-    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has
-    variance var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the series, and is
-    0 with fewer than 40 values.
-    """
+    """Return sqrt(n) times the mean's standard deviation, unaffected by changes in level and slope. In a first-order
+    autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has variance var (1
+    + phi) / (1 - phi) / n."""
     n = len(values)
     phi = 0.0
     if n >= ENOUGH:
@@ -92,7 +82,6 @@ def level_deviation(values: np.ndarray) -> float:
 
 
 def without_line(values: np.ndarray) -> np.ndarray:
-    """Return the residuals of a fitted straight line. scipy.signal.detrend takes six times as long."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
 
@@ -105,7 +94,6 @@ def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Return half the mean squared difference at a lag (variance - autocovariance), clipped at 3 sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)
@@ -113,9 +101,5 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return the running median, [n]. Ends are mirrored (`reflect`), or padded with the last value (`edge`).
-
-    For an even width, scipy's median filters take the upper of the two middle values.
-    """
     padded = np.pad(values, width // 2, mode=beyond)
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])

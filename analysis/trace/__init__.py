@@ -1,1 +1,1 @@
-"""Open traces as one database with views of their tables and tokens, and with stored sums."""
+"""Open traces as one database with views, macros and stored sums."""

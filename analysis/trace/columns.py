@@ -18,8 +18,6 @@ from .source import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional `sequences` columns have values: `advantage` per response, `advantages` per token."""
-
     mask: bool
     advantage: bool
     advantages: bool
@@ -36,7 +34,6 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes with values in a `scores` column. `first_use` reads only iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -83,7 +80,7 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return the last recorded value of each hyperparameter in one run or all open runs, without the prefix."""
+    """Return each hyperparameter's last value in one run or in all, without the name prefix."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
@@ -119,7 +116,6 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """Suggest replaying the engine's tokens if one trace has tokens but only rollout scores."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -158,7 +154,6 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """For each sampled replay pass, return how many sequences it covers and how many `train` has in the same steps."""
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}
@@ -185,9 +180,7 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Number of sequences in steps repeated by a later attempt. SQL views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
-    """Steps repeated by a later attempt, as (first, last) ranges."""
 
 
 _ATTEMPTS = """
@@ -209,7 +202,7 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
 
 
 def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (first, last) of each run of consecutive steps.
+    """Return (first, last) for each range without gaps.
 
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))
@@ -220,7 +213,7 @@ def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def steps_text(runs: Sequence[tuple[int, int]]) -> str:
-    """Render ranges of steps.
+    """Render step ranges.
 
     >>> steps_text([(1, 3), (7, 7)])
     '1 to 3, 7'

@@ -1,4 +1,4 @@
-"""Connect to DuckDB, and turn its errors about trace files into tim-trace errors that name the file."""
+"""Connect to DuckDB, and report its file errors as tim-trace errors that name the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def num_threads() -> int:
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield results in order, submitting only a few items ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -53,7 +52,6 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""DuckDB errors caused by the query or its interruption, never by a trace file."""
 
 
 def _nothing() -> None: ...
@@ -82,15 +80,11 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Other attributes are DuckDB's."""
-
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Defines the macros that a query's words refer to."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Selects a query's files, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -101,25 +95,22 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """Return a query's result. Rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Return a query's rows in batches that all threads compute ahead of the reader."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let subsequent queries use every thread available to this process."""
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to batches of rows in threads, reading ahead. Without rows, apply it to one empty batch."""
+        """Apply a function to row batches in threads. Without rows, it gets one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -148,7 +139,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections. Otherwise, DuckDB's threads, which read through Python, would abort the process at exit."""
+    """Close all connections. Otherwise, DuckDB threads that read through Python abort the process at exit."""
     for connection in list(_open):
         connection.close()
 

@@ -34,23 +34,14 @@ _LOOK_EVERY_S = 0.1
 
 
 class Database:
-    """Traces open for queries: a connection, table views, and stored or computed sums."""
-
     def __init__(
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Examine the traces and define their views. Macros are defined when a query first mentions them.
-
-        `traces` is one or more paths, one or more Sources (already examined, perhaps with files removed), or a Database
-        whose sources get a new connection. `steps` limits the views (see parse_steps), but hyperparameters from earlier
-        steps are kept. `ray` is the address of a Ray cluster whose actors share the reading (see `spread`). Without a
-        `catalogue`, only this folder's macros are available. `views.open_database` adds every feature's macros.
-
-        Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
-        """
+        """Examine the traces and define their views. `steps` limits the views, but keeps earlier hyperparameters. A
+        Database as `traces` shares its sources. `ray` is a Ray cluster's address. Without a `catalogue`, only this
+        folder's macros exist. Raises InvalidOption if a trace has none of the steps."""
         self.given: tuple[str, ...]
-        """The traces as the user named them, for suggested commands."""
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
@@ -65,15 +56,13 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error raised by a Python function inside a query. DuckDB itself keeps only the
-        message."""
+        """Each returns the error that a Python function raised inside a query. DuckDB keeps only its message."""
         self._defined: set[str] = set()
         self.steps = steps
         self.kept_steps: dict[str, list[int]] = {}
         """Steps in the views by run. Empty for all steps."""
         self.memory: dict[Any, Any] = {}
         self.progress: Progress = no_progress
-        """Receives the number of tokens read (see `telling`)."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # a trace's files never change
@@ -91,7 +80,6 @@ class Database:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report tokens read inside the context to `progress`. A `cached` result is reported only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -100,7 +88,6 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Report a query's progress inside the context, in percent, as estimated by DuckDB."""
         if self.progress is no_progress:
             yield
             return
@@ -127,7 +114,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence for each unreadable or missing part of the traces. No result includes these parts."""
+        """One sentence per unreadable or missing part. No result includes these parts."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -139,7 +126,6 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query mentions, unless they exist."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
@@ -151,7 +137,6 @@ class Database:
                     file.define(self)
 
     def of_steps(self, steps: str) -> Database:
-        """Return the same traces with other steps, or this database if the steps are the same."""
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
@@ -162,11 +147,10 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Reopen the same steps in one or all traces, to use sums stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums computed afterwards are not stored."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Later sums are not stored."""
         self.views.leave_out(sequences)
         self._forget_sums()
 
@@ -176,7 +160,7 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use a pair's computed sums for every sequence or every run, instead of the stored ones."""
+        """Use computed sums instead of stored ones, for sequences or (`runs`) whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -193,17 +177,13 @@ class Database:
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return a query's rows, bitwise identical on every call.
-
-        Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
-        """
+        """Return a query's rows, bitwise identical on every call."""
         # A single thread adds numbers in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
-        """Return the damage behind a DuckDB error, if any."""
         if self.files.error is not None:
             return self.files.error
         return None if _is_of_function(error) else _unreadable(self.sources, error)
@@ -222,8 +202,7 @@ class Database:
 
 
 def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:
-    """Cache a database function by its (hashable) arguments while the database is open. Callers share results and must
-    not modify them."""
+    """Cache a function's results while the database is open. Callers must not modify them."""
 
     @wraps(read)
     def known(database: Database, /, *args: Asked.args, **options: Asked.kwargs) -> Found:
@@ -263,12 +242,10 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if the error came from a Python function inside the query, not from a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Find the first file that cannot be read although its checksums match."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

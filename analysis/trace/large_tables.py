@@ -1,9 +1,4 @@
-"""Tables with very many files: find the files that a query needs from its plan, before reading any of them.
-
-Writers record each file's steps and number of rows. A query is first planned over placeholder files without rows or
-statistics, so that conditions on `step` in the plan can only come from the query. It then runs over the files that can
-match.
-"""
+"""Tables with very many files: find the files that a query needs by planning it over empty placeholder files."""
 
 from __future__ import annotations
 
@@ -24,12 +19,10 @@ from ...tracer.snapshot import TableFile
 from .connection import Parameters
 
 MANY_FILES = 256
-"""A table with more files than this is large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
 _DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
-"""Statements that need only a table's column names and types."""
 _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
@@ -43,19 +36,16 @@ class _LargeTable:
     view: str
     pattern: str
     columns: str
-    """SQL expressions that read the columns from files."""
     files: Sequence[TableFile]
     folder: str
-    """Prefix of the files' paths as TraceFiles names them."""
     no_columns: str = ""
-    """The same columns as typed NULLs, so that no file is read."""
+    """Typed NULLs, so that no file is read."""
 
     @property
     def marker(self) -> str:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the files that may have the given steps, including files without recorded steps."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -65,12 +55,8 @@ class _LargeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChoice:
-    """The files that a query needs from large tables."""
-
     names: dict[str, list[str]]
-    """Files to read, by file name pattern."""
     counted: frozenset[str] = frozenset()
-    """Views where the query needs only the number of rows."""
 
 
 class LargeTables:
@@ -80,11 +66,7 @@ class LargeTables:
         self._counted: frozenset[str] = frozenset()
 
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
-        """Define a view over a large table whose files are read only when a query needs them.
-
-        `columns` are SQL expressions, `schema` is the files' schema, and `folder` is their path prefix as TraceFiles
-        names them.
-        """
+        """Define a view that reads a file only when a query needs it. `columns` are SQL expressions."""
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
             content = io.BytesIO()
@@ -99,11 +81,10 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Let every query read all files, for code that uses DuckDB's own connection."""
+        """Let queries on DuckDB's own connection read all files."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Select and return the files that the next query needs, or None for a statement that reads no rows."""
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)
@@ -168,7 +149,6 @@ class _Scan:
 
     @property
     def steps(self) -> Steps:
-        """Range of steps that the scan's rows can have."""
         if any(condition.count("'") % 2 for condition in self.conditions):  # a string literal was split at a line break
             return _ALL
         first, last = _ALL
@@ -179,7 +159,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """Return the range of steps that a condition allows. Unbounded if the condition is not understood.
+    """Return the step range that a condition allows, or unbounded if it is not understood.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)
@@ -217,5 +197,4 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """Return plan entries as a list. DuckDB gives a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -17,24 +17,17 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""A query with one of these words lists tables, views or macros, so every file with `is_listed` runs first."""
+"""Words in queries that list tables, views or macros, so every listed file must run first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """An SQL file with one feature's macros and views."""
-
     name: str
     sql: str
-    """Contents of the file, also searched for the names it defines and calls."""
     register: Callable[[Owner], object] | None = None
-    """Adds `functions` to a database before the SQL runs."""
     define: Callable[[Owner], object] | None = None
-    """Defines the macros if `sql` cannot run as it is."""
     functions: tuple[str, ...] = ()
-    """Python functions and tables added by `register` or `define`."""
     is_listed: bool = True
-    """False hides the macros from queries that list macros."""
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -47,8 +40,6 @@ class MacroFile(Generic[Owner]):
 
 
 class Catalogue(Generic[Owner]):
-    """Finds the files that define a query's names."""
-
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
         needs = {
@@ -78,7 +69,6 @@ def sql_file(name: str) -> str:
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return SQL for group statistics. `rows` is a query with the columns in group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 
@@ -95,7 +85,7 @@ def quoted_pair(pair: tuple[str, str]) -> str:
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct with these fields.
+    """Return a struct's SQL type.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'

@@ -2,7 +2,7 @@
 
 To avoid cancellation, ratios exp(d) are summed relative to the sequence's largest ratio, and squared probabilities
 around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for computing the sample
-variance). A sequence's sums depend only on its own tokens and are bitwise identical in any batch.
+variance). Sums are bitwise identical in any batch.
 
 Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
@@ -34,21 +34,20 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sum of exp(|d|), with |d| capped at 700 nats. `difference_sums` computes it on request. Traces do not store it."""
+"""Sums exp(|d|), capping |d| at 700 nats. Computed on request and never stored."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step, and [T] float64 |d| for tokens in the loss with finite logprobs in both passes."""
+"""Run, step, and float64 |d| [T] for tokens in the loss that are finite in both passes."""
 
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences per batch. It is small because several batches wait in a queue."""
+"""Maximum long sequences per batch. Small, because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens in a batch of short sequences, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -57,10 +56,10 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Logprob below which exp loses precision, near the smallest positive double."""
+"""Below this logprob, exp loses precision."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d is computed as a power series up to d^10, with a relative error of 1e-18."""
+"""Below this |d|, exp(d) - 1 - d uses a power series up to d^10 (relative error 1e-18)."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -72,22 +71,17 @@ class FiniteTokens:
     b_T: np.ndarray
     num_tokens_N: np.ndarray
     num_nan_N: np.ndarray
-    """Number of tokens with NaN in either pass."""
     num_inf_N: np.ndarray
-    """Number of tokens with an infinity in either pass and no NaN."""
+    """Tokens with an infinity in either pass and no NaN."""
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns one sequence's sums as a struct.
-
-    An empty mask counts every token. A token without a logprob in either pass is left out.
-    """
+    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`. An empty mask counts every token."""
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| for the rows of a `pair_lists` query. Threads compute them while rows are read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -102,7 +96,6 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Select the tokens to compare. Each argument has one list per sequence: both passes' logprobs, and masks."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
@@ -122,7 +115,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return the [N] columns of schemas.sums by name. Sums are 0 for a sequence without a finite token."""
+    """Return [N] schemas.sums columns by name. Sequences without a finite token get 0."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -140,7 +133,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
-    """Return the [B] sums in OF_DIFFERENCES, or those in `names`. A sequence begins at its index in `starts_B`."""
+    """Return the [B] sums in `names`. `starts_B` has each sequence's first token."""
     # Computed at once, because cached properties would take turns in threads.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
@@ -171,11 +164,8 @@ _OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES: means, and squares and products around the means.
-
-    Probabilities are relative to the sequence's largest: exp(a) - exp(peak) = exp(peak) expm1(a - peak). This keeps
-    differences precise near 0 and near 1.
-    """
+    """Return the [B] sums in OF_PROBABILITIES. Probabilities are relative to the sequence's largest, exp(a) -
+    exp(peak) = exp(peak) expm1(a - peak), to stay precise near 0 and 1."""
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
     falls: dict[str, Centred] = {}
@@ -193,9 +183,7 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
 
 
 def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
-    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, precise for every d. `growth_T` is exp(d) - 1.
-
-    If exp(b) is too small for a double, this is max(exp(a), exp(b)) (1 - exp(-|d|)).
+    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, given growth_T = exp(d) - 1.
 
     >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
     >>> with np.errstate(all="ignore"):

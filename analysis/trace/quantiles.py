@@ -1,10 +1,7 @@
-"""Quantiles of |d|: exact for values in memory, otherwise from histograms, which can be merged.
+"""Quantiles for |d|: exact for values in memory, otherwise from mergeable histograms.
 
-A bin counts values whose doubles share their upper bits: sign, exponent, and the first BITS mantissa bits. With 2^BITS
-bins per octave, a bin's middle is within relative error ERROR of every value in the bin (the principle of Masson, Rim
-and Lee 2019, DDSketch, VLDB 12). Zero has its own bin. Counts are integers, so the merge order does not matter.
-
-The bound holds if |d| is 0 or a normal double, as differences of float32 numbers always are.
+A bin counts doubles with the same sign, exponent and first BITS mantissa bits (as in DDSketch: Masson, Rim and Lee
+2019, VLDB 12). Its middle is within relative error ERROR, if |d| is 0 or a normal double. Zero has its own bin.
 
 Shapes: T tokens, B non-empty bins in ascending order.
 """
@@ -21,31 +18,24 @@ import numpy as np
 SHARES = (0.5, 0.95, 0.99)
 
 BITS = 9
-"""Mantissa bits that identify a bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Largest relative error of a histogram quantile: half a bin's width divided by its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""From this many values on, counting in an array with one element per bin beats sorting."""
 _BLOCK_TOKENS = 1 << 20
 _GATHERED = 1 << 22
-"""Beyond this many gathered values, equal ones are merged into one with a count."""
+"""Beyond this many values, equal values are merged and counted."""
 
 Cuts = tuple[float | None, ...]
-"""One quantile for each of SHARES, or None without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
     bins_B: np.ndarray
-    """int32 bin numbers, ascending."""
     counts_B: np.ndarray
-    """Number of values in each bin (int64, always positive)."""
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:
-        """Count finite, non-negative values."""
         if len(abs_d_T) > _BLOCK_TOKENS:
             starts = range(0, len(abs_d_T), _BLOCK_TOKENS)
             return merged(cls.of(abs_d_T[start : start + _BLOCK_TOKENS]) for start in starts)
@@ -53,7 +43,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Bin 0 is far below all others; map it to just below the lowest of them.
+        # Bin 0 is far below all others. Map it to just below the lowest.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)
@@ -64,7 +54,6 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return, for each bin with a quantile, the number of values below it."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -72,7 +61,7 @@ class Histogram:
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
-        """Return the quantiles with a relative error of at most ERROR, none above `largest`."""
+        """Return quantiles within relative error ERROR, none above `largest`."""
         places = self.places()
         return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
 
@@ -93,13 +82,11 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return each value's bin, [T] int32. Bin numbers ascend with the values."""
+    """Return [T] int32 bins. They ascend with the values."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
 class Gathered:
-    """Values in the bins that contain a histogram's quantiles."""
-
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
         self._places = histogram.places()
@@ -107,7 +94,6 @@ class Gathered:
         self._num_kept = 0
 
     def add(self, abs_d_T: np.ndarray) -> None:
-        """Keep the values that fall into these bins. `abs_d_T` is part of what the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
             values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros
@@ -128,7 +114,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return the exact quantiles, once every value of the histogram was added."""
+        """Return exact quantiles, once all the histogram's values have been added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -144,7 +130,7 @@ class Gathered:
 def quantiles(
     abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
 ) -> Cuts:
-    """Return the exact quantiles of values in memory, given their histogram.
+    """Return exact quantiles for values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
     >>> quantiles(values, Histogram.of(values))
@@ -156,12 +142,11 @@ def quantiles(
 
 
 def linear(below: float, above: float, share: float) -> float:
-    """Interpolate like numpy.quantile."""
     return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont, which rounds only one of the two products before adding them."""
+    """Interpolate like DuckDB's quantile_cont. It rounds only one product before adding."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

@@ -17,23 +17,22 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Number of tokens to process at once, so that their arrays fit in a core's cache."""
+"""Tokens to process at once, so that their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of their tokens, and each sequence's first token within that range."""
+"""Sequence range, token range, and each sequence's first token in the range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     logprobs: dict[str, Array]
-    """[T] logprobs by pass (nats). NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the token is in the loss and has a logprob in every pass. None if this is true everywhere."""
+    """bool: the token is in the loss and every pass has its logprob. None if true everywhere."""
     advantage_N: Array | None = None
-    """One advantage per sequence. NaN if missing, None if not read."""
+    """NaN if missing, None if not read."""
     advantage_T: Array | None = None
-    """Advantage per token. NaN if missing, None if no sequence has a list of advantages."""
+    """NaN if missing, None if no sequence has a list."""
 
     @property
     def starts_N(self) -> np.ndarray:
@@ -44,7 +43,6 @@ class Tokens:
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Select sequences with their tokens. Numbers become float64."""
 
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
@@ -52,7 +50,6 @@ class Tokens:
         return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
-        """Keep only some tokens. None keeps all."""
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
@@ -77,11 +74,8 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists, one per sequence. Each sequence is cut to the shortest list among its passes.
-
-    `mask` marks tokens in the loss, and an empty list marks all. `advantages` has one list per sequence, NaN beyond its
-    end, and overrides the single value in `advantage`.
-    """
+    """Flatten Arrow lists, cutting each sequence to its shortest pass. An empty `mask` list counts every token, and
+    `advantages` override `advantage`."""
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
     counted_T = None if mask is None else counted(mask, lengths_N)
@@ -104,7 +98,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of non-empty sequences with about _BLOCK_TOKENS tokens. A longer sequence gets its own block."""
+    """Yield blocks with about _BLOCK_TOKENS tokens. A longer sequence gets its own block."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -120,7 +114,7 @@ def flat(lists: Any) -> tuple[Any, np.ndarray]:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would import pandas, which takes 0.3 s."""
+    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would spend 0.3 s importing pandas."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -131,7 +125,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """Return a mask of the first `kept_N` values of each list.
+    """Mask the first `kept_N` values in each list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -141,7 +135,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Return which tokens are in the loss ([T] bool), or None if all are."""
+    """Mark the tokens in the loss ([T] bool). None if all are."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -153,7 +147,6 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return the values [T] of lists, each cut or NaN-padded to the given length."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -165,7 +158,6 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] advantages, the token's own or else its sequence's, or None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

@@ -1,5 +1,3 @@
-"""A trace as the database reads it: its readable files, run name and stored sums."""
-
 from __future__ import annotations
 
 import json
@@ -19,15 +17,14 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Sums stored by a different edition are recomputed. Before edition 2, a run could store another run's sums."""
+"""Sums from another edition are recomputed. Before edition 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 Pair = tuple[str, str]
-"""Two passes, a and b, with d = logprob(a) - logprob(b)."""
+"""Two passes (a, b): d = logprob(a) - logprob(b)."""
 
 RUN_OF_FOLDER = "tim_trace_run"
-"""Column in which DuckDB returns a run's folder name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,13 +33,11 @@ class Source(Snapshot):
     newest: dict[int, int] = field(default_factory=dict)
     """Last attempt at each training step. Empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Valid files of stored sums, by kind and pair."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Paths of superseded sum files, by kind and pair."""
     covered: set[Pair] = field(default_factory=set)
-    """Pairs whose stored sums cover every row that can be read now."""
+    """Pairs with stored sums for every readable row."""
     run_covered: set[Pair] = field(default_factory=set)
-    """Pairs in `covered` that also have stored sums over the whole run."""
+    """`covered` pairs that also have sums over the whole run."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
@@ -51,7 +46,6 @@ class Source(Snapshot):
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments that sums are made from, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -70,12 +64,11 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """Return a run's folder name. It begins with `_`, because DuckDB reads some bare names as NULL."""
+    """The name begins with `_`, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 def open_source(url: str, *, examined: Examined | None = None) -> Source:
-    """Examine a trace. Raises the same errors as take_snapshot."""
     snapshot = take_snapshot(Store(url), examined=examined)
     parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
     source = Source(run=snapshot.store.name, newest=newest_attempts(snapshot), **parts)
@@ -91,7 +84,7 @@ def urls_of(traces: Traces) -> list[str]:
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Examine every trace. Runs with the same name get numbered suffixes."""
+    """Runs with the same name get numbered suffixes."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):
@@ -110,7 +103,6 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """For each pair, find the stored sums that cover the most segments, and whether they cover everything."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -123,7 +115,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # A new attempt at a step reuses the names of its sequences, so sums of only some segments are ambiguous.
+        # A new attempt reuses the step's sequence names, so sums over only some segments are ambiguous.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):
@@ -153,11 +145,6 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return kind, pair, segments and file of stored sums, or None if an earlier release wrote them. Raises
-    DamagedTrace.
-
-    The file's name contains its footer checksum, so it can be verified without an entry in a manifest.
-    """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
     footer = indexed or read_footer(store, relative, num_bytes)
@@ -166,7 +153,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         content = json.loads(footer.metadata[MADE_OF])
         kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: does not record which files it was made from") from error
+        raise DamagedTrace(f"{where}: does not record its source files") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: its content does not match the checksum in its name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:

@@ -1,4 +1,4 @@
-"""Tables of sums, stored in traces or computed since the traces were opened."""
+"""Sum tables, stored in traces or computed since the traces were opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with too many rows for memory, so they are written to files."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
@@ -37,11 +36,10 @@ class ComputedFile:
     pair: Pair
     path: Path
     relative: str
-    """Where the file goes when it is stored, relative to the trace."""
 
 
 class SumTables:
-    """Several traces' sums. Temporary files with computed sums are deleted together with this object."""
+    """Sums for several traces. Temporary files are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -51,13 +49,10 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, and (run, URL) for every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
         """Pairs with sums for every sequence in the views. True if computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
-        """Like `_sequences`, but for sums over whole runs."""
         self._condition = ""
-        """SQL condition for the steps in the views. Empty for all steps."""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
         for spec in _IN_TABLES:
@@ -68,14 +63,12 @@ class SumTables:
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if the tables have a pair's sums for every sequence or, with `runs`, for every run."""
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
-        """Discard a pair's computed sums and return to the stored ones."""
         self._sequences.pop(pair, None)
         self._runs.pop(pair, None)
         self._forget(pair)
@@ -86,13 +79,12 @@ class SumTables:
         self._define()
 
     def narrow(self, condition: str) -> None:
-        """Limit the tables to steps that meet a condition. Stored sums over whole runs are no longer used."""
+        """Limit the tables to steps that meet a condition, and stop using sums over whole runs."""
         self._condition = condition
         self._runs.clear()
         self._define()
 
     def forget(self) -> bool:
-        """Stop using sums, and discard computed ones. Return False if none were in use."""
         if not self._sequences and not self._runs:
             return False
         self._sequences.clear()
@@ -102,13 +94,11 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for a pair's stored sums, even if the tables do not use them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that adds rows to a run's computed sums, one row group per call."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -122,7 +112,6 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define macros that read these tables for covered pairs, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
@@ -143,7 +132,6 @@ class SumTables:
             file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
-        """Define one view per kind: each pair's computed sums, or else the stored ones."""
         for spec in KINDS.values():
             columns = ", ".join(spec.schema.names)
             files = [

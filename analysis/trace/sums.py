@@ -45,17 +45,16 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Maximum number of tokens to process at once. Their |d| stays in memory for the quantiles (8 bytes per token)."""
+"""Maximum tokens to process at once. Their |d| stays in memory (8 bytes per token)."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Maximum number of sequences to process at once. Each takes 0.2 KB for its sums."""
+"""Maximum sequences to process at once (0.2 KB each)."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of tokens in a run with exact quantiles by default, because its |d| fits in memory."""
+"""Maximum tokens in a run with exact quantiles by default, because its |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]
-"""A quantile table row: the run, then the columns after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,6 @@ class _ChunkSums:
     histograms: pa.Table
     quantiles: list[Quantiles]
     sizes: list[np.ndarray]
-    """|d| of all tokens for the run's quantiles. Empty if these are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +73,14 @@ class Chunk:
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """True if the trace has no sums for the range."""
 
 
 Unit = tuple[Chunk, ...]
-"""A unit of work: one range of steps, or several whole runs."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Make sure that the tables have a pair's sums for every sequence. Return True if anything was computed.
-
-    Tokens are read once, and only at steps without stored sums. `of_run` also asks for quantiles over whole runs. Up to
-    EXACT_TOKENS tokens, these are exact. If some steps had stored sums, their tokens are read again for this.
-    """
+    """Compute a pair's missing sums. Return True if anything was computed. `of_run` includes quantiles over whole
+    runs, exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
@@ -121,9 +114,8 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """`rows` is a query for the run and the columns after the pair. A single thread preserves its order."""
     connection = database.connection
-    connection.execute("SET threads = 1")
+    connection.execute("SET threads = 1")  # preserves the row order
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
     connection.execute(
         f"INSERT INTO computed_{spec.name} BY NAME SELECT {_pair_columns(pair)}, run, {columns} FROM ({rows})"
@@ -135,7 +127,7 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write stored and computed sums in one fixed order, so that totals do not depend on which sums were stored."""
+    """Write all sums in a fixed order, so that totals do not depend on what was stored before."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
@@ -197,7 +189,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Split rows by run and drop the run column. A run's rows must be contiguous."""
+    """A run's rows must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -224,7 +216,6 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """Make the rows available to queries inside the context, under the yielded name."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -233,10 +224,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones, reading the tokens again.
-
-    Exact quantiles are not stored in the trace, so that later results do not depend on this request.
-    """
+    """Replace approximate run quantiles with exact ones. These are never stored in the trace."""
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
@@ -265,16 +253,14 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store a pair's per-sequence sums next to the scores, so that statistics can be computed without reading tokens.
-
-    Returns True if sums were written. Nothing is written if they already exist, or if the trace is live or read-only.
-    """
+    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return True if
+    sums were written. Nothing is written if they exist, or if the trace is live or read-only."""
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every finished, writable trace. Return True if every trace received them."""
+    """Write a pair's sums into every finished, writable trace. Return True if all received them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -310,7 +296,6 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
-    """Store a pair's sums, computed from all sealed rows in a local trace."""
     schema = sums_schema(source, pair, spec)
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
@@ -321,7 +306,7 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files that were superseded earlier. Files in use until now stay, because other processes may read them."""
+    """Files in use until now stay, because other processes may read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
@@ -340,7 +325,6 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Join steps into chunks that either all have stored sums or all lack them."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = set()
@@ -359,8 +343,6 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Join neighbouring steps that all have or all lack stored sums, up to both limits. A larger step gets its own
-    chunk."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -372,7 +354,6 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs that must be read in full and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
@@ -386,7 +367,6 @@ def run_chunks(database: Database, run: str) -> list[Chunk]:
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Group chunks into units: several small neighbouring runs, or one chunk from a larger run."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
@@ -398,7 +378,6 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Copy stored quantiles that are still valid, and return the runs without quantiles."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -414,7 +393,6 @@ def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Compute exact quantiles without concatenating the |d| arrays."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -423,7 +401,6 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return quantiles from histograms, or exact ones if the run has at most EXACT_TOKENS tokens to read again."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)
@@ -433,7 +410,6 @@ def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress)
 
 
 def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Compute exact quantiles from the tokens, keeping only values in the quantiles' bins."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0

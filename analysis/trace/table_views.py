@@ -1,5 +1,3 @@
-"""Define views over traces' tables, and select the files, journals, steps and sequences in them."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -47,9 +45,7 @@ class TableViews:
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
-        """Tables with so many files that queries are planned first, if any."""
         self.is_whole = True
-        """True if the views have every sequence."""
         self._leaves_out = False
         connection.register("left_out", no_rows(_SEQUENCE))
         for table in TABLES:
@@ -61,7 +57,6 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Make a trace file readable by queries, and return its run and URL."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
@@ -70,11 +65,8 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to the selected steps. Return the steps by run, and as
-        SQL.
-
-        Hyperparameters from earlier steps are kept, because they stay in effect until they are recorded again.
-        """
+        """Limit all tables to the selected steps, but keep earlier hyperparameters, because they stay in effect.
+        Return the steps by run, and as SQL."""
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
         kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
@@ -130,7 +122,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        # DuckDB maps Arrow types to the names of its own types.
+        # DuckDB maps Arrow types to its own names.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -138,7 +130,6 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files that reads only what a query needs, and return its name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -147,7 +138,6 @@ class TableViews:
         return view
 
     def _newest(self, parts: list[str]) -> list[str]:
-        """Keep only rows from the last training attempt at each step, for runs that were resumed."""
         if not parts or not any(source.newest for source in self._sources):
             return parts
         rows = [(source.run, *newest) for source in self._sources for newest in source.newest.items()]
@@ -160,7 +150,6 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return the recorded steps by run. If `steps` is a range, only those in it."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -182,7 +171,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, simplified if their range contains no other `recorded` step.
+    """Return an SQL condition for exactly these steps, or only a range if it has no other `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
@@ -208,15 +197,15 @@ def define_view(connection: Connection, name: str, parts: list[str], columns: st
 
 
 def no_rows(schema: pa.Schema) -> pa.Table:
-    """Return an empty table. pyarrow's `empty_table` would import pandas, which takes 0.3 s."""
+    """Return an empty table. pyarrow's `empty_table` would spend 0.3 s importing pandas."""
     return pa.Table.from_batches([], schema)
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query that reads columns from several files in one scan, and adds each row's run."""
+    """Return a query that scans several files at once and adds each row's run."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
-    # DuckDB takes the run from the folder's name, and does not open files of runs excluded by the query.
+    # DuckDB takes the run from the folder name, and skips runs that the query excludes.
     parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
     return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"

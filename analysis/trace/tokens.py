@@ -1,4 +1,4 @@
-"""Read tokens (sequences joined with their scores) in batches, in this process or on a Ray cluster."""
+"""Read tokens in batches, from sequences joined with scores. A Ray cluster can share the work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Which of a pass's scores to read with each sequence."""
-
     name: str
     iteration: int | None = 0
-    """Inner iteration to read. None reads all, one row each."""
+    """None reads all inner iterations, one row each."""
     scored: bool = True
-    """True skips rows without logprobs. False keeps them, with an empty list."""
+    """True skips rows without logprobs. False gives them an empty list."""
     optional: bool = False
-    """True also reads sequences that the pass did not score, with an empty list of logprobs."""
+    """True gives sequences without scores an empty list."""
     logprobs: bool = True
 
 
@@ -39,15 +37,9 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Write an SQL query with one row per sequence, from which `tokens_of_rows` reads tokens.
-
-    It selects the sequences scored by every required pass, in one run and some steps, or in all. Its columns are every
-    pass's logprobs (named by the keys of `passes`), the expressions in `rows` (which may refer to `s`, the sequence,
-    and to these keys), and the `lists` (mask, advantages). Advantages come with the advantage per sequence.
-
-    If `steps` is a range, every step in it is read. `keys` is a condition on every table. `sequences` is joined only if
-    `lists` or `of_sequences` need it, because the join takes a third of the time.
-    """
+    """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that
+    may use `s` (the sequence) and the keys in `passes`. A range in `steps` includes every step in it, and `keys` is
+    a condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
     columns = [
@@ -100,7 +92,6 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return the number of response tokens by step, in one run or in all."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -109,7 +100,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Split steps into ranges of at most `most_tokens` tokens and CHUNK_STEPS steps. A larger step gets its own range.
+    """Split steps into ranges within both limits. A larger step gets its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -140,7 +131,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps, as evenly spaced pairs of neighbours.
+    """Return up to `most` steps in evenly spaced pairs.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -167,29 +158,25 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
     return chosen
 
 
-# --- Units of work, for this process or the actors of a Ray cluster
+# --- Work units for this process or for Ray actors
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""CPUs per actor. It needs several, because reading is multithreaded and every actor has to open the traces."""
+"""CPUs per actor, because reading is multithreaded and every actor opens the traces."""
 
 UNITS = 64
-"""Minimum number of units for reading on a cluster, so that actors that finish early get more work."""
+"""Minimum units on a cluster, so that actors that finish early get more work."""
 
 
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """Yield the results of `function(database, unit)` lazily, in the order of the units.
-
-    On a cluster (`database.ray`), actors open the traces themselves and work through the units in any order. The
-    function must be defined in a module, and its arguments and results must be picklable.
-
-    Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error from `run_units`.
-    """
+    """Yield results from `function(database, unit)` lazily and in order. On a cluster (`database.ray`), actors open
+    the traces themselves, and everything passed must be picklable. Raises InvalidOption if a trace is being
+    recorded, and any error from `run_units`."""
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
     return _in_order(database.ray, _Reader(places(database), database.steps, database.catalogue, function), units)
@@ -208,12 +195,11 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` in this process, fewer on a cluster so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Group neighbouring items up to a total size of `most`. A larger item gets its own group.
+    """Group neighbouring items up to a total size. A larger item gets its own group.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -232,7 +218,7 @@ def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: S
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Return the paths or URLs where actors open the traces. Raises InvalidOption if one is being recorded."""
+    """Return paths or URLs for actors. Raises InvalidOption if a trace is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
@@ -246,8 +232,6 @@ def places(database: Database) -> tuple[str, ...]:
 
 
 class _Reader(Generic[Unit, Made]):
-    """An actor's state, which opens the traces once."""
-
     def __init__(
         self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
         function: Callable[[Database, Unit], Iterable[Made]],

@@ -1,9 +1,4 @@
-"""Draw charts as Bokeh figures.
-
-BokehJS ships in the Python package, may be inlined (BSD-3), draws on a canvas, and lets figures share an axis and its
-zoom. Text and grid lines get the placeholder colours of `THEME`, because only the page knows whether it is light or
-dark.
-"""
+"""Draw charts as Bokeh figures with placeholder colours, because only the page knows whether it is light or dark."""
 
 from __future__ import annotations
 
@@ -34,18 +29,14 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""Placeholder colours by CSS variable. The page replaces them before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Width to the left of every plot frame (pixels). It is the same for all, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Dash patterns for secondary lines, so that lines never differ by colour alone."""
+"""For secondary lines, so that lines never differ by colour alone."""
 _LABELS = 22
-"""Height of the step labels below the last stacked figure (pixels)."""
 _NEAR_ONE = 1e-5
-"""If all values in a series are this close to 1, ticks show the distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -56,7 +47,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, with a shared step axis. The page itself draws the step markers."""
+    """Return one figure per series. They share a step axis, and the page draws the step markers."""
     charts = list(charts)
     if not charts:
         return []
@@ -217,7 +208,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Return an axis range that covers 0 and all intervals. Bokeh's default covers only the bars."""
+    """Cover 0 and the intervals, because Bokeh's default covers only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]

@@ -1,4 +1,4 @@
-"""Render a report as one self-contained HTML file, with its script, style and data inlined."""
+"""Render a report as one HTML file that makes no network requests. All text is escaped on insertion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Render a report as HTML. All text is escaped on insertion, and the page makes no network requests."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -64,7 +63,6 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return the BokehJS source that ships in the bokeh package, including its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
@@ -86,8 +84,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line in the stacked figures. A line's position in the list determines its
-    colour."""
+    """Return (name, is secondary) for each line. The position decides its colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -114,7 +111,6 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Return a table cell's sort key. Missing numbers get an empty key, so that they sort first."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -125,7 +121,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape text for HTML, and attach a hover note to the first use of each word in `WORDS`."""
+    """Escape text for HTML, and attach a hover note to each word's first use."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -139,7 +135,6 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return HTML for a word with a note that opens on hover or keyboard focus."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
@@ -153,7 +148,7 @@ def pack(value: Any) -> str:
 
 
 def pack_text(text: str) -> str:
-    """Gzip text and encode it as base64. The same text always gives the same result."""
+    """Gzip and base64-encode. The same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
@@ -172,7 +167,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| (nats) at which a token has full colour: the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| with full colour (nats): the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

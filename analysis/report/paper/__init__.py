@@ -1,1 +1,1 @@
-"""A report's charts as figures for papers: PNG, PDF and CSV."""
+"""Charts for papers: PNG, SVG, PDF and CSV."""

@@ -1,7 +1,4 @@
-"""Draw charts with matplotlib.
-
-The default font ships with matplotlib, so the same matplotlib version draws byte-identical figures on every machine.
-"""
+"""Draw charts with matplotlib and its own font, so that the same version draws byte-identical figures everywhere."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Width of a single figure (one column) and of the run overview (full text width), in inches."""
+"""Inches for a single figure (one column) and for the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch, and the font size for tick labels and legends (all other text is 8 pt)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _SETTINGS = {
@@ -41,20 +37,17 @@ _SETTINGS = {
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
     "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
-    # PDF embeds TrueType fonts, which journals require and editors can edit. SVG stores outlines, which need no font.
+    # PDF embeds TrueType fonts, because journals require them. SVG stores outlines and needs no font.
     "pdf.fonttype": 42, "svg.fonttype": "path",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperStyle:
-    """Width, font and title of paper figures."""
-
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Width of the run overview in inches. `column` is the width of a single figure."""
     font: str = FONT
-    """An installed font. Characters that it lacks are drawn in DejaVu Sans."""
+    """An installed font. DejaVu Sans draws the characters that it lacks."""
     title: bool = False
     """Off by default, because papers put the title in the caption."""
 
@@ -77,7 +70,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
     try:
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError as error:
-        message = f"got {font!r}, which is not installed; matplotlib always has {FONT} and DejaVu Serif"
+        message = f"got {font!r}, but it is not installed; matplotlib always has {FONT} and DejaVu Serif"
         raise InvalidOption(message, option="font") from error
     return PaperStyle(column=column, page=page, font=font, title=title)
 
@@ -87,13 +80,11 @@ def colour(place: int) -> str:
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Return a line's dash pattern by its index. Secondary lines are never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis with plain numbers. A logarithmic axis gets powers of ten if it spans enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -105,12 +96,10 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return one line of at most `most` characters, cut in the middle. Undrawable characters become code points."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Clean text like `plain`, but wrap it to at most `most_lines` lines of `width` characters."""
     lines = textwrap.wrap(_one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
@@ -130,8 +119,6 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Several series on top of each other with a shared step axis."""
-
     charts: tuple[LineChart, ...]
 
 
@@ -141,7 +128,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart as a figure that pyplot does not manage. `figure.savefig(path)` writes it."""
+    """Draw a chart outside pyplot. `figure.savefig(path)` writes it."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -160,7 +147,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Draw one panel per series. Lines with the same name share a colour in all panels."""
+    """Lines with the same name share a colour in all panels."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
@@ -179,7 +166,6 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the legend's artists by name. Lines are coloured by their index in `places`, or in the chart."""
     # Without a positive value, a logarithmic axis has no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
@@ -211,7 +197,6 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write text `shift` points from `at`. The coordinate `along` is in data units, the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
@@ -265,9 +250,7 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (
-        (figure.get_figwidth() - 0.6) * 72 / 0.56
-    )  # width in points without the axis, divided by the width of a letter
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, divided by a letter's width
     longest = max(map(len, names), default=0) + 6  # letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0

@@ -32,10 +32,8 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths.
-
-    Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
-    """
+    """Write each chart as KEY.png, KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths. Raises FileThere
+    if an output file exists and `force` is off, and StorageError if writing fails."""
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
@@ -51,11 +49,8 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and each KEY.csv to a folder next to it (figures-data for
-    figures.pdf).
-
-    Returns the paths, the PDF first. Raises the same errors as write_figures.
-    """
+    """Write a PDF with a cover and one page per chart, and CSV files to a folder next to it. Return the paths, PDF
+    first."""
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
     tables = [folder / f"{one.key}.csv" for one in charts]
@@ -81,7 +76,7 @@ def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
 
 def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # A lone surrogate, as in a damaged name, cannot be encoded as UTF-8.
+    # A lone surrogate (from a damaged name) cannot be encoded as UTF-8.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -90,12 +85,6 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return a figure's data as a table, with NULL where a column does not apply.
-
-    A line chart has one row per point (`what` is line), mark (low to high is an x interval) and band (low to high is a
-    y range). In a stack, the first column is the chart's key. A heatmap has one row per cell with tokens and per curve
-    point. A bar chart has one row per bar.
-    """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
     columns, rows = next(how for kind, how in _TABLES.items() if isinstance(one, kind))
