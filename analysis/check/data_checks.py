@@ -177,7 +177,7 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, column, error to allow if rows are sampled or weighted, and the names under which frameworks log the mean."""
+"""Table, column, tolerance for sampled or weighted rows, and the names under which frameworks log the mean."""
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step

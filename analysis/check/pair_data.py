@@ -225,6 +225,7 @@ MAX_EXCESS = 2.5
 576 healthy runs with tiny, often very sharp models, by an author who had not read `check`, 99% stay below it and the
 largest reaches 3.5."""
 MIN_SPREAD = 1.0
+"""Minimum `spread` of the log-odds (nats)."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}

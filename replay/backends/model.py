@@ -24,7 +24,7 @@ _ROOM = 0.8
 """Fraction of free GPU memory for weights. The rest is for activations."""
 MAX_MODULES = 200_000
 GROUP = 128
-"""Inputs that share a scale in a quantised weight. A row's last group may be shorter."""
+"""Number of inputs that share a scale in a quantised weight. A row's last group may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """Largest magnitude in each format. fp8 is e4m3."""
 

@@ -10,7 +10,7 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Maximum relative float64 error in a token for code that counts as equivalent to the recorded model's. Code that uses
+"""Maximum relative error per token, in float64, for code to count as equivalent to the recorded model's. Code that uses
 float32 internally stays below it."""
 _UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
