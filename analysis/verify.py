@@ -138,7 +138,7 @@ class _Verifier:
         except TimTraceError as error:
             damage = [str(error), *part.of_parts()]
         except Exception as error:  # libraries raise arbitrary errors on damaged bytes
-            damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a backup", *part.of_parts()]
+            damage = [f"{self.store.shown(part.name)}: {first_line(error)}. Restore it from a backup", *part.of_parts()]
         added = (1, part.num_bytes, bool(damage))
         self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
         self.damaged += damage
@@ -163,7 +163,7 @@ class _Verifier:
                 content = self.store.read_bytes(relative) if is_of_size else b""
             except FileNotFoundError:
                 raise DamagedTrace(
-                    f"{self.store.shown(relative)}: is missing; restore the file from a backup"
+                    f"{self.store.shown(relative)}: is missing. Restore the file from a backup"
                 ) from None
             if not is_of_size or whole_hash(content) != record.hash:
                 raise ValueError("the content differs from what its writer wrote")
@@ -202,7 +202,7 @@ class _Verifier:
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(
-                f"{where}: {content.damage}; results do not include the records after it; restore the file from a backup"
+                f"{where}: {content.damage}; results do not include the records after it. Restore the file from a backup"
             )
         found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):

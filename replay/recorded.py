@@ -289,7 +289,7 @@ class RecordedRun:
         except (pa.ArrowException, OSError) as error:
             where = ", ".join(self.store.shown(name) for name in paths[:1])
             raise self._files.error or DamagedTrace(
-                f"{where}: cannot be read ({first_line(error)}); restore it from a backup"
+                f"{where}: cannot be read ({first_line(error)}). Restore it from a backup"
             ) from error
         if not self.newest:
             return rows

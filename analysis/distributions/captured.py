@@ -141,7 +141,7 @@ class DistributionPairs:
             opened = _Opened(open_dense(source.store, place.group), self._contract(place), heads, place)
             if not opened.group.arrays:
                 raise DamagedTrace(
-                    f"{source.store.shown(f'dense/{place.group}')}: has no arrays; restore it from a backup"
+                    f"{source.store.shown(f'dense/{place.group}')}: has no arrays. Restore it from a backup"
                 )
             self._open[place] = opened
             if len(self._open) > OPEN_GROUPS:

@@ -41,7 +41,7 @@ class Source(Snapshot):
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
-            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a backup"
+            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}). Restore the file from a backup"
         )
 
     @property

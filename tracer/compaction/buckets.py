@@ -66,7 +66,7 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         where, reason = store.shown(entry.relative), first_line(error)
         raise entry.file.error or DamagedTrace(
-            f"{where}: cannot be read ({reason}); restore it from a backup"
+            f"{where}: cannot be read ({reason}). Restore it from a backup"
         ) from error
 
 

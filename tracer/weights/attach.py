@@ -115,7 +115,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
         raise WeightsMissing(
-            f"{path / 'config.json'}: cannot be read ({first_line(error)}); restore it from a backup"
+            f"{path / 'config.json'}: cannot be read ({first_line(error)}). Restore it from a backup"
         ) from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
@@ -131,7 +131,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
             output_loading_info=True,
         )  # fmt: skip
     except Exception as error:
-        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a backup") from error
+        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}). Restore it from a backup") from error
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(

@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                 start = file.tell()
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a backup") from error
+            raise WeightsMissing(f"{path}: cannot be read ({error}). Restore it from a backup") from error
         header.pop("__metadata__", None)
         # Mapped copy-on-write, because torch warns about read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")

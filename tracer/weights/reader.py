@@ -88,7 +88,7 @@ class WeightReader:
             for path in state.files:
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
-                    self._note_lost(name, f"{store.shown(path)}: is missing; restore the file from a backup", state)
+                    self._note_lost(name, f"{store.shown(path)}: is missing. Restore the file from a backup", state)
 
     def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState]) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
@@ -104,7 +104,7 @@ class WeightReader:
         writer = known.get(segment.writer)
         if writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
-            told = f"{state}: is missing or damaged, so {where} is ignored; restore it from a backup"
+            told = f"{state}: is missing or damaged, so {where} is ignored. Restore it from a backup"
             self._note_lost(name, told, None)
             return
         self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
@@ -211,7 +211,7 @@ class WeightReader:
                 held = ", ".join(sorted(record.segment for record in parts))
                 raise WeightsMissing(
                     f"{self.store.url}: version {parts[0].version}: {name} has only {count:,} of {math.prod(shape):,} "
-                    f"elements, because some writers' files are missing (found: {held}); restore them from a backup"
+                    f"elements, because some writers' files are missing (found: {held}). Restore them from a backup"
                 )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}
@@ -244,7 +244,7 @@ class WeightReader:
             self._read(step, tensor)  # reports the first version with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
-            "(hash mismatch); restore the folder from a backup"
+            "(hash mismatch). Restore the folder from a backup"
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
@@ -313,7 +313,7 @@ class WeightReader:
             if parent >= path[-1].row:
                 raise DamagedTrace(
                     f"{self._shown(record)}: version {path[-1].version} is recorded as a change to row {parent}, "
-                    "which does not come before it; restore the folder from a backup"
+                    "which does not come before it. Restore the folder from a backup"
                 )
             path.append(by_row[parent])
             parent = path[-1].parent_row
