@@ -32,7 +32,7 @@ NOTES: Mapping[str, str] = {
 }
 
 _LONGEST = 13
-"""Maximum text cell length if the table must fit a width."""
+"""Maximum length of a text cell if the table must fit a width."""
 _NAME = 24
 
 

@@ -31,7 +31,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return a run's headline. `checked` is None without two passes to compare."""
+    """Return a run's headline. `checked` is None if there are no two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -171,7 +171,7 @@ def numerics_text(numerics: Numerics) -> str:
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
         seen = {
-            None: "too few tokens share a context to infer it from the logits",
+            None: "too few tokens share a context to infer a logits dtype",
             "float32": "logits not rounded to 16 bits",
         }.get(logits, f"logits rounded to {logits}")
         rounded = f", logprobs rounded to {values}" if values not in (None, "float32") else ""

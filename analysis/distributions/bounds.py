@@ -118,7 +118,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if h(1, 0) is infinite."""
+    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if that is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM

@@ -96,7 +96,7 @@ class DistributionPairs:
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """Return a list of measures for each row.
+        """Return each row's measures.
 
         `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
         version and attempt.

@@ -12,7 +12,7 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit (before temperature) that the intervals allow rounding errors for."""
+"""Largest logit (before temperature) whose rounding error the intervals cover."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
@@ -72,9 +72,9 @@ class PartialDistribution:
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if tokens without a column may exist.
+    """Return both sides on shared columns, and True if there may be tokens without a column.
 
-    A top-K side does not know its vocabulary size, but a full side supplies it.
+    A top-K side does not know its vocabulary size. If the other side is full, its size is used.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -107,8 +107,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on shared columns: a's tokens, then b's. A token in both lists uses its column in a's half, and
-    its column in b's half is 0 on both sides."""
+    """Put both sides on shared columns, first a's tokens and then b's. Tokens that both list use a's column, and their
+    column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +128,8 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each of b's tokens: the token's index in a's list, or a column after a's list."""
+    """Return a column for each of b's tokens [C, K]: its index in a's list if listed there, otherwise one after a's
+    list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

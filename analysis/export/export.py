@@ -142,7 +142,7 @@ class StepFigures:
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield each step's values in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
+    """Yield each step's values in order: pair columns as `a-b/NAME`, and logged numbers under their logged names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
