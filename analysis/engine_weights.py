@@ -22,7 +22,7 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Causes of differing weights, as codes of the finding `weights_differ`."""
+"""Why engine weights differ: cause codes in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
@@ -74,7 +74,7 @@ class EngineTensor:
 
     tensor: str
     causes: tuple[str, ...]
-    """Possible causes given the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
     """Latest version at which the trainer's tensor equals the engine's bit for bit, or None if there is none."""
     cast: str | None
@@ -273,11 +273,11 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
+    """Compare the engine's tensors with the trainer's, as they were when the engine last started sampling.
 
     `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version with
-    the same bits, and `num_differ` the number of versions at which both sides differed. by="module" groups layers, and
-    shows each group's most often differing tensor.
+    the same bits, and `num_differ` counts versions where the two sides differed. by="module" groups layers, and shows
+    each group's most often differing tensor.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """

@@ -115,10 +115,10 @@ def _moved(data: PairData) -> np.ndarray:
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return by how much the mismatch drops from the first to the last third of each response, in standard errors.
+    """Return by how much the mismatch drops from the first to the last third of a response, in standard errors.
 
-    A different or cached prompt has an effect that fades along the response. Different weights do not. `inside` is [K]
-    bool.
+    A different or cached prompt has an effect that fades along the response, and different weights do not. `inside` is
+    [K] bool.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside

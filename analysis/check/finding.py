@@ -35,9 +35,9 @@ class Finding:
     effect: float
     """Rms d over the affected tokens (nats). NaN if one pass has no values there."""
     share: float
-    """Affected share of the compared tokens."""
+    """Share of compared tokens that are affected."""
     weight: float = 1.0
-    """Share of the mismatch explained by the fault. 1 for faults found by comparing bits."""
+    """Share of the mismatch that the fault explains. 1 if found by comparing bits."""
     is_expected: bool = False
     """True if the recorded engines and dtypes explain the finding, so the comparison is still valid."""
     next: Advice = NOTHING
@@ -119,7 +119,7 @@ class Fault:
 FALSE_SHARE = 1e-3
 """False discovery rate for tokens with d beyond rounding (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom for rounding errors, which follow a Student t distribution. Healthy runs have tails at most as
+"""Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have tails at most as
 heavy."""
 MAX_FLIP_NATS = 3.0
 """If the model may have experts, a logit error up to this (nats), or up to `spread` if that is larger, can be due to a
@@ -127,7 +127,7 @@ different expert choice."""
 MIN_OFF_TOKENS = 5
 """With fewer tokens beyond rounding than this, only those above `max_flip` are reported."""
 MIN_UNCERTAIN = 30
-"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring a run's rounding level."""
+"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
 LEAST_SHARE = 6.0
 """A run's noise is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because bit-identical tokens can
 bring the measured noise close to 0."""
@@ -141,12 +141,12 @@ _ROUNDS = 6
 @dataclass(frozen=True, slots=True)
 class Fit:
     sigma: float
-    """Scale of the logit rounding error (nats)."""
+    """Scale of logit rounding errors (nats)."""
     log_likelihood: float
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace).
+    """Fit residuals, [K] nats, as a mixture: rounding errors (Student t) and unexplained errors (Laplace).
 
     Rounding errors have scale sigma * `scale`, with sigma at most `most` nats. `values` is the error from rounding the
     recorded logprobs and is added in quadrature.
@@ -250,7 +250,7 @@ class Hypothesis:
     gain: float
     """Log likelihood gained over no explanation, minus the cost (nats)."""
     left: float | None = None
-    """Share of the mismatch at `tokens` that the prediction leaves unexplained. None if it does not predict sizes."""
+    """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
     """Lower if there are fewer parameters. The lowest rank wins among explanations with at least half of the best gain.
     """
@@ -300,7 +300,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens have a large d, while its size is fitted."""
+    """Return an explanation that predicts where d is large. How large is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

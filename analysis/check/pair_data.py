@@ -48,7 +48,7 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and its rms d (nats). None if `steps` includes that step."""
+    """The run's first step and its rms d (nats). None if `steps` includes that step."""
     keep: np.ndarray
     """[N] bool: compared tokens that no earlier finding explains."""
 
@@ -205,9 +205,9 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and
-trainer use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at
-8 billion parameters)."""
+"""dtype -> relative error per rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and trainer
+use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at 8
+billion parameters)."""
 NOISE_FACTOR = 20.0
 """Usual maximum rms logit error, in units of the roundoff times `spread` (large logits have large errors). Divided by
 the log-odds' standard deviation instead, the error is 0.3 to 10 on an H100 (models with up to 130 million
@@ -218,7 +218,7 @@ HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Grids to try for probabilities, given as the number of equal steps between 0 and 1."""
+"""Grids to try for probabilities, as numbers of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. It
@@ -415,7 +415,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
-            # Chernoff bound on the probability that at least this share of the differences is on the grid by chance.
+            # Chernoff bound on the probability that this many differences are on the grid by chance.
             chance = 2 * tolerance
             divergence = share * np.log(share / chance) if share else 0.0
             divergence += (1 - share) * np.log((1 - share) / (1 - chance))

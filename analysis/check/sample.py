@@ -36,11 +36,11 @@ MAX_SAMPLED_TOKENS = 100_000
 MAX_NAMED = 1000
 """Maximum number of sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this (nats). In a model with flat-tailed distributions, 5% of
-sampled tokens are unlikely."""
+"""A token is unlikely if logprob + entropy is below this (nats), like 5% of sampled tokens in a model with flat-tailed
+distributions."""
 MIN_UNSAMPLED_RUN = 4
-"""Unlikely tokens count as not sampled if at least this many follow each other. Fewer than 2% of sequences in healthy
-runs have that many in a row."""
+"""At least this many unlikely tokens in a row were not sampled. Fewer than 2% of sequences in healthy runs have that
+many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 

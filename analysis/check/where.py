@@ -1,7 +1,7 @@
-"""Find where a mismatch occurs, as the shortest description of the affected tokens.
+"""Describe where a mismatch occurs, as briefly as the affected tokens allow.
 
-A description splits tokens by one feature, such as a sequence setting, a position or a token id. Its evidence is the
-log likelihood gained by fitting a separate mismatch level to each part (nats), minus the cost of the description.
+A description splits tokens by one feature, such as a sequence setting, a position or a token id. Evidence for it is the
+log likelihood gained by fitting a separate mismatch level to each part (nats), minus the description's cost.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -113,9 +113,9 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     if name in ("first_of_chunk", "last_of_chunk"):
         return f"all at the {name.split('_')[0]} token of a chunk, if prompt and response together are split into {last} equal chunks"
     if name == "every":
-        return f"all at one in every {last} tokens of a row, at an offset that can differ by row"
+        return f"all at one token in every {last}, with an offset that can differ between rows"
     if name == "not_first_of":
-        return f"all in rows other than the first of each block of {last} rows"
+        return f"all in rows other than the first in each block of {last}"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
         return f"all in rows whose {name.split('_')[1]} length is below the maximum in their block of {last} rows"
     if name in ("phase", "phase_total"):

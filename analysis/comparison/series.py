@@ -206,7 +206,7 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Yield each pass's first and largest logprob difference, before responses to one prompt diverge."""
+    """Yield each pass's first and largest logprob difference, up to where responses to the same prompt diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

@@ -63,7 +63,7 @@ class ReplayEffect:
     gap_rms: float
     left_rms: float
     removed: float
-    """Share of mean squared d removed by the replay. Negative if the mismatch increases."""
+    """Share of mean squared d that the replay removes. Negative if the mismatch increases."""
     low: float | None
     """`low` to `high` is the 95% interval over groups for `removed`. If they are None, `no_interval` has the reason."""
     high: float | None
@@ -99,7 +99,7 @@ class BrokenSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
-    """A run's diagnosis: collapse and its cause, validity of the comparison, size of the mismatch."""
+    """A run's diagnosis: any collapse and its cause, whether the comparison is valid, and the mismatch."""
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 

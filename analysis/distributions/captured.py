@@ -204,7 +204,7 @@ class Head:
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Projection dtype in torch's notation."""
+    """Projection dtype, as torch names it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -241,7 +241,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract lacks the head for its hidden states; record them with a head"
+                f"{self.store.url}: a contract with hidden states does not describe their head; record it with the head"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")

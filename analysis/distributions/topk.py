@@ -1,4 +1,4 @@
-"""Probability intervals for distributions known in full, or as the top K plus the tail's mass.
+"""Probability intervals for distributions known in full, or by their top K and the tail's mass.
 
 Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one side is full.
 """
@@ -19,11 +19,11 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by K tokens' logprobs and the total mass of all others."""
+    """Distributions known only by K tokens' logprobs and the total mass elsewhere."""
 
     ids_CK: Array
     logprobs_CK: Array
-    """float64 logprobs of the listed tokens (nats)."""
+    """float64 logprobs, listed tokens (nats)."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
@@ -42,7 +42,7 @@ class TopK:
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """Return the smallest and largest possible mass of all unlisted tokens, [C]."""
+        """Return the unlisted tokens' smallest and largest possible total mass, [C]."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
@@ -55,20 +55,20 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """Probability intervals of one side, over M columns."""
+    """One side's probability intervals over M columns."""
 
     lo_CM: Array
-    """Smallest possible probability of each listed token. 0 in other columns."""
+    """Smallest possible probability per listed token. 0 in other columns."""
     hi_CM: Array
-    """Largest possible probability of each listed token. 0 in other columns."""
+    """Largest possible probability per listed token. 0 in other columns."""
     listed_CM: Array
     """bool: the side lists the token."""
     tail_lo_C: Array
-    """Smallest possible mass of all unlisted tokens, including those without a column."""
+    """Smallest possible total mass outside the list, including tokens without a column."""
     tail_hi_C: Array
-    """Largest possible mass of all unlisted tokens."""
+    """Largest possible total mass outside the list."""
     cap_C: Array
-    """Largest possible probability of an unlisted token."""
+    """Largest possible probability for an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:

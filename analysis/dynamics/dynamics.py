@@ -197,7 +197,7 @@ class SeriesSummary:
     scale: str
     source: str
     num_steps: int
-    """Number of steps with a value."""
+    """Steps with a value."""
     first: float
     """Median over the first tenth of the run (at least five steps)."""
     last: float

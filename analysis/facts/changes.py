@@ -1,4 +1,4 @@
-"""A run's timeline: which series changed, in which order, and any drop in the outcome. Shared by all commands."""
+"""A run's timeline: which series changed, in which order, and whether the outcome dropped. Shared by all commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Maximum number of values. Longer series are averaged over neighbouring steps before the search for changes."""
+"""Longer series are averaged over neighbouring steps to this many values before searching for changes."""
 
 FEWEST = 12
 
@@ -256,7 +256,7 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
 
 _BASE, _FEWEST = 15, 4
-"""Maximum and minimum number of earlier steps to compare a step with."""
+"""Maximum and minimum number of earlier steps to compare with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale -> minimum scatter to assume (natural log)."""

@@ -75,7 +75,7 @@ class _StepBatch:
     sums: dict[str, Array]
     abs_d_T: Array
     num_read: int
-    """Number of tokens read, including those that the sums leave out."""
+    """Tokens read, including those that the sums leave out."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
@@ -152,7 +152,7 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of each step's last sequence.
+        # Last index in each step.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -229,7 +229,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between two occurrences of a prefix whose logprobs are compared."""
+"""Maximum number of steps between two occurrences if their logprobs are compared."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""

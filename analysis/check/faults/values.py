@@ -407,7 +407,7 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
-    # As with uncorrelated values, only the distribution of each side is predicted, not d, so the gain is small.
+    # As with uncorrelated values, only each side's distribution is predicted, not d, so the gain is small.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 
@@ -436,7 +436,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values of the right token from a different context share the token's mean, but nothing else.
+        # The right token's value from a different context shares the token's mean, but nothing else.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []

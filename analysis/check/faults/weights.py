@@ -138,7 +138,7 @@ def find_adapter(data: PairData) -> list[Finding]:
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch.
 
-    An update raises the logprobs of sequences with a positive advantage, so mismatch correlates with advantage. Stale
+    The update raises logprobs in sequences with a positive advantage, so mismatch correlates with advantage. Stale
     weights were not updated on this batch, so they give no such correlation.
     """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
