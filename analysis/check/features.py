@@ -322,8 +322,8 @@ def growth(data: PairData) -> MismatchGrowth:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    The other sequences must have more than five times the mismatch, and at least an eighth of the allowed rounding.
-    Otherwise, the share is 0 and no indices are returned.
+    If the two groups' median mismatches differ by less than a factor of five, or the larger one is under an eighth of
+    what rounding allows, the share is 0 and no indices are returned.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))

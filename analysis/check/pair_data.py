@@ -221,15 +221,15 @@ PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
 """Grids to try for probabilities, as numbers of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
-"""Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. It
-was tested on 576 healthy runs with tiny, often very sharp models, by an author who had not read `check`: 99% stay
-below it, and the largest reaches 3.5."""
+"""Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
+576 healthy runs with tiny, often very sharp models (by an author who had not read `check`), 99% stay below it and
+the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> number of grid steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the tolerance in steps for
-a value to count as on the grid, four times a float32 logprob's error."""
+"""dtype -> (grid steps per nat, tolerance in steps), for logits above 1 (bfloat16) or 1/4 (float16). The tolerance is
+four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
-            # Chernoff bound on the probability that this many differences are on the grid by chance.
+            # Chernoff bound on the probability that at least this many differences are on the grid by chance.
             chance = 2 * tolerance
             divergence = share * np.log(share / chance) if share else 0.0
             divergence += (1 - share) * np.log((1 - share) / (1 - chance))

@@ -39,8 +39,8 @@ UNSAMPLED_NATS = -3.0
 """A token is unlikely if logprob + entropy is below this (nats), like 5% of sampled tokens in a model with flat-tailed
 distributions."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many unlikely tokens in a row were not sampled. Fewer than 2% of sequences in healthy runs have that
-many."""
+"""At least this many unlikely tokens in a row are taken as not sampled. Fewer than 2% of sequences in healthy runs have
+that many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 

@@ -22,11 +22,11 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio between mean mismatches inside and outside. Healthy runs vary by less than a factor of 2."""
+"""Minimum ratio of mean mismatch inside a description to outside. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
 """Minimum evidence for a description (nats). So many are tried that one reaches 10 by chance."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences or tokens on either side."""
+"""Minimum number of sequences or tokens on either side of a split."""
 MAX_COVERED = 0.95
 """Maximum share of tokens that a set of values may cover. Above it, the mismatch is everywhere."""
 MIN_PERIODIC = 20

@@ -152,7 +152,7 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Last index in each step.
+        # Each step's last sequence.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -229,7 +229,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between two occurrences if their logprobs are compared."""
+"""Maximum number of steps between prefix occurrences whose logprobs are compared."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""

@@ -54,7 +54,8 @@ _NAMES = {
     "curve": "an unknown function of the other side's logprobs ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""A conversion must reduce the mismatch to less than this share, for known units and for fitted functions."""
+"""A conversion counts if it leaves less than this fraction of the mismatch: first for known units, then for fitted
+functions."""
 
 MIN_MONOTONE = 0.98
 
