@@ -380,7 +380,7 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return the logit error that would explain d, plus the error from rounding recorded values, [K] nats."""
+    """Return the logit error that would explain d ([K] nats), plus the rounding error of the recorded logprobs."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 

@@ -64,7 +64,7 @@ class PairSums:
 
     @property
     def worst_steps(self) -> list[int]:
-        """The steps with the largest mean squared d and with the most non-finite or missing logprobs."""
+        """The step with the largest mean squared d, and the step with the most missing or non-finite logprobs."""
         steps, place = np.unique(self.steps, return_inverse=True)
         of_step = {name: np.bincount(place, values) for name, values in self.columns.items()}
         squares = of_step["sum_d2"] / np.maximum(of_step["num_tokens"], 1)

@@ -44,7 +44,7 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How the feature selects tokens: `from` a value, `before` a value, `one_of` some values, or `is` for a boolean."""
+    """How `values` select tokens: `from` a value up, `before` (below) a value, `one_of` a set, or `is` for a boolean."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
@@ -102,7 +102,7 @@ FEATURES = {
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass where it matters.
+"""Feature -> phrase. `where_text` handles features with a number in their name, and adds the pass if there is one.
 """
 
 

@@ -209,7 +209,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Describe the mismatch, and say whether it is normal if the comparison is valid."""
+    """Describe the mismatch and, if the comparison is valid, say whether it is normal."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."

@@ -27,7 +27,7 @@ class TopK:
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
-    """Temperature that the logits were divided by. A lower one means larger rounding errors."""
+    """Temperature that the logits were divided by. Lower temperatures mean larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
         """Return each captured logprob's largest possible error (nats)."""
