@@ -44,7 +44,7 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How `values` select tokens: `from` a value up, `before` (below) a value, `one_of` a set, or `is` for a boolean."""
+    """How `values` select tokens: `from` a value up, `before` a value, `one_of` a set, or `is` for a boolean."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
