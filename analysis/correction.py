@@ -27,9 +27,9 @@ class Correction:
     rule: str
     """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Ratio that the paper or framework bounds, such as a/b or b/a, or empty if it has no bounds."""
+    """Ratio that the paper or framework bounds, e.g. a/b or b/a. Empty if it bounds none."""
     kept: str
-    """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
+    """Condition on rho = exp(d) for keeping a token or sequence."""
     level: str = "none"
     """Ratio that sets the weight: `token`, `sequence`, or `none` for a constant weight of 1."""
     low: float = 0.0
@@ -38,7 +38,7 @@ class Correction:
     """Ratios above this get weight `high` if `truncates`, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d in a kept sequence (nats), with each d clamped to +-20."""
+    """Minimum sum(d) in a kept sequence (nats), with each d clamped to +-20."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
     """Minimum mean d in a kept sequence (nats)."""
@@ -55,8 +55,8 @@ def published(
     a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
     icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
 ) -> list[Correction]:  # fmt: skip
-    """Return the published corrections, by default with their published thresholds. verl's presets always use
-    verl's."""
+    """Return the published corrections. Thresholds default to the published ones, and verl's presets always use verl's
+    own."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [

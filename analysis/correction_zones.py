@@ -1,4 +1,4 @@
-"""Sum tokens by zone, which is all that corrections need. A zone is an interval of ratios between adjacent bounds.
+"""Sum tokens by zone, an interval of ratios between adjacent bounds. Corrections need only these sums.
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 

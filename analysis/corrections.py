@@ -48,19 +48,19 @@ def corrections(
 
     With d = logprob(a) - logprob(b), a token's ratio is rho_t = exp(d). A sequence's ratios are rho_seq = exp(sum d)
     and rho_geo = exp(mean d). Exponents are clamped to +-20 nats. `kept` is the condition on rho for keeping a token or
-    sequence. `bound_on` is the ratio bounded in the paper or framework.
+    sequence. `bound_on` is the ratio that the paper or framework bounds.
 
     - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
-      of its tokens is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
+      token in it is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
       0, and are NULL if there are none.
     - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl:
       1 / mean((w / mean w)^2) over all tokens, as verl 0.9.0 logs it, with the weights before rejection.
-    - mass_cut_*: sum of rho over the tokens or sequences that are cut, divided by the sum over all of them. This is the
-      share of pass a's probability that is lost, and so the bias of a masked ratio (richardli.xyz/rl-collapse: bias of
-      Seq-MIS = -E_a[f 1(rho > C)]).
-    - bias_*: mean |rho - w|, the largest possible error in the mean of a function with values in [-1, 1], because
+    - mass_cut_*: rho summed over the tokens or sequences that are cut, divided by its sum over all tokens or sequences.
+      This is how much of pass a's probability is lost, and so the bias that masking causes (richardli.xyz/rl-collapse:
+      the bias of Seq-MIS is -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the largest possible error in a function's mean if its values lie in [-1, 1], because
       E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an upper
-      bound on the variance of one weighted sample. Both exist per token and per sequence, and are NULL at a level whose
+      bound on a single weighted sample's variance. Both exist per token and per sequence, and are NULL at a level whose
       ratio does not set the weight.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.

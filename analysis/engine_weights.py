@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-The engine's digest comes from the tensor read back or, if none was read, from the tensor last sent. Equal digests mean
-equal bits in the engine's dtype, so nothing is estimated.
+An engine tensor's digest comes from reading it back or, if it was not read, from when it was last sent. Equal digests
+mean equal bits in the engine's dtype.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Why an engine's weights differ from the trainer's: codes of the finding `weights_differ`."""
+"""Why engine weights differ: cause codes in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's tensor. Such tensors need no comparison with earlier
-versions."""
+"""SQL condition: the engine received and holds the trainer's tensor, so earlier versions need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -71,11 +70,11 @@ _OF_WORKERS = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTensor:
-    """A tensor that differs between engine and trainer at one policy version."""
+    """A tensor that differs between engine and trainer at a policy version."""
 
     tensor: str
     causes: tuple[str, ...]
-    """Possible causes given the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
     """Latest version at which the trainer's tensor equals the engine's bit for bit, or None if there is none."""
     cast: str | None
@@ -274,11 +273,11 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare the engine's tensors with the trainer's, as of the last time the engine started sampling.
+    """Compare the engine's tensors with the trainer's, as they were when the engine last started sampling.
 
-    `given_version` is when the engine last received the tensor, `holds_version` the latest version whose bits it has,
-    and `num_differ` how many versions differed. by="module" groups layers, and shows the tensor in each group that
-    differed most often.
+    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version with
+    the same bits, and `num_differ` counts versions where the two sides differed. by="module" groups layers, and shows
+    each group's most often differing tensor.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """

@@ -1,6 +1,6 @@
-"""Features of a mismatch that no explanation predicts token by token, and the fitted model that classifies it.
+"""Features of a mismatch without an exact explanation, and the classifier that finds its likely cause.
 
-The 27 features were selected from 83, and identify as many faults as all 83 on cases from authors left out of the fit.
+The 27 features were selected from 83, and identify as many faults as all 83 on cases from authors outside the fit.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,7 +22,7 @@ from .where import later_turn, where_text
 MIN_REPEATS = 20
 """Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
-"""Autocorrelation lags in tokens. They are short so that few pairs straddle a change inside a sequence."""
+"""Autocorrelation lags in tokens. Short, so that few pairs straddle a change within a sequence."""
 
 
 @once
@@ -97,7 +97,7 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Map a score in standard errors to -1 to 1, so that large runs do not dominate."""
+    """Squash a score in standard errors into -1 to 1, so that large runs do not dominate."""
     return float(np.tanh(score / 6.0))
 
 
@@ -115,10 +115,10 @@ def _moved(data: PairData) -> np.ndarray:
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return how much larger the log mismatch is in the first third of sequences than in the last, in standard errors.
+    """Return by how much the mismatch drops from the first to the last third of a response, in standard errors.
 
-    `inside` is [K] bool. The effect of a different or cached prompt fades along the response, while the effect of
-    different weights does not.
+    A different or cached prompt has an effect that fades along the response, and different weights do not. `inside` is
+    [K] bool.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
@@ -138,9 +138,9 @@ class ErrorStructure:
     few tokens."""
 
     persistence: float
-    """Mean autocorrelation over _LAGS. High if the mismatch changes inside sequences."""
+    """Mean autocorrelation over _LAGS. High if neighbouring tokens have similar mismatches."""
     sequence_score: float
-    """By how many standard deviations the variance between sequences exceeds what chance produces."""
+    """z-score of the variance between sequences. Near 0 if it is no larger than chance."""
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
 
@@ -174,10 +174,9 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and its z-score under pure
-    noise.
+    """Return the adjusted share of variance in d / (1 - p) explained by token ids, and its z-score under pure noise.
 
-    Values are clipped at the 99th percentile of |d / (1 - p)|. Both results are 0 if there are too few tokens.
+    Outliers are clipped at the 99th percentile. Both results are 0 if there are too few tokens.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
@@ -193,10 +192,9 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of `values` [K] explained by `group` [K], and its z-score under pure
-    noise.
+    """Return the adjusted share of variance in `values` [K] explained by `group` [K], and its z-score under pure noise.
 
-    Both are 0 with a single group or one value per group.
+    Both are 0 if there is one group or each group has one value.
     """
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
@@ -216,12 +214,10 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return how well d follows pass a's trend over the steps, in standard errors over sequences. 0 for fewer than
-    three steps.
+    """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors.
 
-    For each token bigram, mean d is multiplied by the trend of its logprob in pass a. The product averages 0 for
-    rounding. It is positive if pass b lags behind pass a, and negative if pass a lags behind pass b. The dependence of
-    d on the logprob is removed first.
+    Positive if pass b lags behind pass a, negative if pass a lags behind pass b, near 0 for rounding, and 0 for fewer
+    than three steps. Tokens are compared within bigrams, after removing the dependence of d on the logprob.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -246,10 +242,10 @@ def along_movement(data: PairData) -> float:
 class RepeatedTokens:
     num: int
     a: float
-    """Rms difference between pass a's values, as a logit error (nats)."""
+    """Rms difference between pass a's values for the same token, as a logit error (nats)."""
     b: float
     d: float
-    """Rms d at these tokens, as a logit error (nats)."""
+    """Rms d at the repeated tokens, as a logit error (nats)."""
 
     @property
     def is_known(self) -> bool:
@@ -326,8 +322,8 @@ def growth(data: PairData) -> MismatchGrowth:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. If they do
-    not, the share is 0 and there are no indices.
+    If the two groups' median mismatches differ by less than a factor of five, or the larger one is under an eighth of
+    what rounding allows, the share is 0 and no indices are returned.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -352,7 +348,7 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 def sampled_score(data: PairData, side: str) -> float:
     """Return a side's mean logprob + entropy in standard errors over sequences.
 
-    It is near 0 if the tokens were sampled from that side's distribution, and 0 without entropies.
+    Near 0 if the tokens were sampled from that side's distribution. 0 if no entropies were recorded.
     """
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
@@ -373,13 +369,13 @@ def sampled_mean(data: PairData, side: str) -> float:
 
 REASONS: dict[str, tuple[str, str]] = {
     "tail": (
-        "a few tokens differ by far more than the rest (1% of them by at least {times} times the median)",
-        "all tokens differ by similar amounts (only 1% of them by more than {times} times the median)",
+        "a few tokens have a far larger mismatch than the rest (the top 1% at least {times} times the median)",
+        "all tokens have a similar mismatch (only the top 1% exceed {times} times the median)",
     ),
     "near": ("{v:.0%} of the tokens agree within rounding", "only {v:.0%} of the tokens agree within rounding"),
     "correlation": ("the correlation between the two sides' logprobs is {v:.2f}", "the correlation between the two sides' logprobs is only {v:.2f}"),
     "token_score": ("the mismatch depends on the token id", "the mismatch does not depend on the token id"),
-    "bigram": ("the last two token ids explain {v:.0%} of the mismatch's variance", "the mismatch varies between occurrences of the same two token ids"),
+    "bigram": ("the last two token ids explain {v:.0%} of the mismatch's variance", "the mismatch varies between occurrences of the same token pair"),
     "later_fall_score": ("the mismatch fades along the response", "the mismatch does not fade along the response"),
     "position": ("the position explains {v:.0%} of the variance in mismatch size", "the mismatch does not depend on the position"),
     "later_turn": ("the mismatch is larger in later turns", "the mismatch is no larger in later turns than in the first"),
@@ -388,23 +384,23 @@ REASONS: dict[str, tuple[str, str]] = {
     "row_in_step": ("some steps have a larger mismatch than others", "all steps have about the same mismatch"),
     "first_step": ("the mismatch is already large at the first step", "the first step agrees within rounding"),
     "along": ("the mismatch follows the updates, as if {b} lagged behind {a}", "the mismatch follows the updates, as if {a} lagged behind {b}"),
-    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "the rows do not split into matching and differing ones"),
-    "persistence": ("neighbouring tokens differ by similar amounts (correlation {v:.2f})", "neighbouring tokens differ by unrelated amounts"),
-    "persistence_within": ("within rows, neighbouring tokens differ by similar amounts", "within rows, neighbouring tokens differ by unrelated amounts"),
+    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "there is no split into rows that agree and rows that differ"),
+    "persistence": ("neighbouring tokens have similar mismatches (correlation {v:.2f})", "neighbouring tokens have unrelated mismatches"),
+    "persistence_within": ("within rows, neighbouring tokens have similar mismatches", "within rows, neighbouring tokens have unrelated mismatches"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
     "unsteady": ("after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
     "unsteady_rows": (
         "in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
-"""Feature -> phrases for values v above and below the fitted runs' mean."""
+"""Feature -> phrases for a value v above and below the mean over the fitted runs."""
 
 
 # --- The fitted model and its evidence
 
 NO_FAULT = "rounding"
 MAX_DISTANCE = 4.0
-"""Bound on a standardised feature. Beyond it, a run is unlike any of the fitted runs."""
+"""Standardised features are clipped to +- this. Runs beyond it are unlike the fitted ones."""
 
 MAX_REASONS = 3
 SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"
@@ -447,8 +443,8 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate a kind from other kinds, best first: name, value, and whether
-    the value is above the mean."""
+    """Return the features in REASONS that best separate `kind` from other kinds: name, value, and True if above the
+    mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -469,7 +465,6 @@ def implied(hint: str) -> str:
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return derived values for the `judged` and `SIZE` templates."""
     said = []
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:

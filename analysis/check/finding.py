@@ -35,19 +35,19 @@ class Finding:
     effect: float
     """Rms d over the affected tokens (nats). NaN if one pass has no values there."""
     share: float
-    """Affected share of the compared tokens."""
+    """Share of compared tokens that are affected."""
     weight: float = 1.0
-    """Share of the mismatch explained by the fault. 1 for faults found by comparing bits."""
+    """Share of the mismatch that the fault explains. 1 if found by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes explain the finding, so that the comparison stays valid."""
+    """True if the recorded engines and dtypes explain the finding, so the comparison is still valid."""
     next: Advice = NOTHING
     """Command that confirms the finding. Empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
     """Fitted values, counts and pass names for the evidence template."""
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """Title of the fault or, if known, its cause."""
+    """[N] bool: the affected tokens."""
     cause: str = ""
-    """Title of the fault, or of its cause if known."""
+    """Title to report: the cause's if known, else the fault's."""
     side: Broken | None = None
     """What to fix, or None for a fault-free verdict."""
 
@@ -119,15 +119,15 @@ class Fault:
 FALSE_SHARE = 1e-3
 """False discovery rate for tokens with d beyond rounding (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution for rounding errors. Its tails are at least as heavy as in healthy
-runs."""
+"""Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have tails at most as
+heavy."""
 MAX_FLIP_NATS = 3.0
-"""Largest logit error (nats) attributed to a different expert choice if the model may have no experts. `spread` is used
-instead if it is larger."""
+"""If the model may have experts, a logit error up to this (nats), or up to `spread` if that is larger, can be due to a
+different expert choice."""
 MIN_OFF_TOKENS = 5
 """With fewer tokens beyond rounding than this, only those above `max_flip` are reported."""
 MIN_UNCERTAIN = 30
-"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring a run's rounding level."""
+"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
 LEAST_SHARE = 6.0
 """A run's noise is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because bit-identical tokens can
 bring the measured noise close to 0."""
@@ -141,12 +141,12 @@ _ROUNDS = 6
 @dataclass(frozen=True, slots=True)
 class Fit:
     sigma: float
-    """Scale of the logit rounding error (nats)."""
+    """Scale of logit rounding errors (nats)."""
     log_likelihood: float
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit residuals, [K] nats, as a mixture of rounding errors (Student t) and unexplained errors (Laplace).
+    """Fit residuals, [K] nats, as a mixture: rounding errors (Student t) and unexplained errors (Laplace).
 
     Rounding errors have scale sigma * `scale`, with sigma at most `most` nats. `values` is the error from rounding the
     recorded logprobs and is added in quadrature.
@@ -190,12 +190,12 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood of the residuals [K] minus that of d and the cost (nats)."""
+    """Return the log likelihood gained by explaining d up to `residual` [K], minus `cost` (nats)."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of `levels` explained by being inside, [K] bool."""
+    """Return the share of variance in `levels` explained by `inside` ([K] bool)."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -205,16 +205,15 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error (nats) attributed to different experts if the model may have none."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return the tokens whose d rounding cannot explain, [K] bool, at a false discovery rate of FALSE_SHARE.
+    """Return the tokens ([K] bool) with a larger d than rounding can explain, at a false discovery rate of FALSE_SHARE.
 
     Logit rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured in
-    the run, limited to 1 / LEAST_SHARE to MAX_EXCESS times what the dtypes allow.
+    the run, and clamped to between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
@@ -229,7 +228,7 @@ def nobodys(data: PairData) -> np.ndarray:
     order = np.sort(chance)
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
     off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
-    # If one router of a mixture of experts flips by chance, the logprob changes by less than this.
+    # If chance flips one router in a mixture of experts, the logprob changes by less than this.
     return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
 
 
@@ -240,7 +239,7 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost of reporting any cause (nats). It limits chance reports to one run in 3,000."""
+"""Evidence required before any cause is reported (nats). False reports occur in at most one run in 3,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +250,7 @@ class Hypothesis:
     gain: float
     """Log likelihood gained over no explanation, minus the cost (nats)."""
     left: float | None = None
-    """Share of the mismatch at `tokens` that the prediction leaves unexplained. None if it does not predict sizes."""
+    """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
     """Lower if there are fewer parameters. The lowest rank wins among explanations with at least half of the best gain.
     """
@@ -260,7 +259,7 @@ class Hypothesis:
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding about the place, if the explanation covers only the values at that place."""
+    """Finding about the place itself, if the explanation holds only there."""
 
 
 def predicting(
@@ -268,8 +267,8 @@ def predicting(
 ) -> Hypothesis:  # fmt: skip
     """Return an explanation that predicts d at `tokens` ([K] bool, default all) up to a residual ([K] nats).
 
-    `cost` is the cost of its parameters (nats). With `is_right`, the residual is what d would be without the fault, and
-    is judged again.
+    `cost` is the cost of its parameters (nats). If `is_right`, the residual is the d that remains once the fault is
+    corrected, and is checked for further faults.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -287,8 +286,8 @@ def predicting(
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
     """Return an explanation that predicts the sign of d ([K] -1, 0 or 1) but not its size.
 
-    Rounding errors have either sign with equal probability, so a share p of correct signs in n tokens gains n (log 2 -
-    H(p)) nats.
+    Rounding errors have either sign with equal probability. If a share p of n signs is correct, the gain is therefore n
+    (log 2 - H(p)) nats.
     """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
@@ -301,7 +300,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts which tokens have a large d, while its size is fitted."""
+    """Return an explanation that predicts where d is large. How large is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -1,4 +1,5 @@
-"""What the detectors read: unexplained tokens, contracts, sums, and both passes' precision, on which rounding depends.
+"""Input for the detectors: unexplained tokens, contracts, sums, and both passes' precision, which limits rounding
+errors.
 
 Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 """
@@ -47,7 +48,7 @@ class PairData:
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
-    """First step of the run and its rms d (nats). None if `steps` includes that step."""
+    """The run's first step and its rms d (nats). None if `steps` includes that step."""
     keep: np.ndarray
     """[N] bool: compared tokens that no earlier finding explains."""
 
@@ -68,7 +69,7 @@ class PairData:
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        If other tokens in a row have a similarly large d, their values are misplaced, too, so only `tokens` are kept.
+        If a row has more tokens with a similarly large d, its values are misplaced, so only `tokens` are kept in it.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -195,7 +196,6 @@ def declared(contract: Contract, *path: str) -> Any:
 
 
 def named(contract: Contract, *names: str) -> dict[str, Any]:
-    """Return a contract's settings, at any depth, that have one of these names."""
     found: dict[str, Any] = {}
     for name, value in contract.items():
         found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
@@ -205,32 +205,32 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and
-trainer use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at
-8 billion parameters)."""
+"""dtype -> relative error per rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and trainer
+use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at 8
+billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms logit error, in units of the roundoff times `spread` (large logits have large errors).
-Relative to the standard deviation of the log-odds alone, the error is 0.3 to 10 on an H100 (models with up to 130
-million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
+"""Usual maximum rms logit error, in units of the roundoff times `spread` (large logits have large errors). Divided by
+the log-odds' standard deviation instead, the error is 0.3 to 10 on an H100 (models with up to 130 million
+parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits. float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
-"""dtype -> exponent of the smallest normal number, as in `frexp`. Below it, values are evenly spaced."""
+"""dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Grids to try for probabilities, given as the number of equal steps between 0 and 1."""
+"""Grids to try for probabilities, as numbers of equal steps between 0 and 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
-576 healthy runs with tiny, often very sharp models, by an author who had not read `check`, 99% stay below it and the
-largest reaches 3.5."""
+576 healthy runs with tiny, often very sharp models (by an author who had not read `check`), 99% stay below it and
+the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds (nats)."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 _LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> number of grid steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the largest distance from
-the grid, in steps, at which a value still counts as on it: four times a float32 logprob's error."""
+"""dtype -> (grid steps per nat, tolerance in steps), for logits above 1 (bfloat16) or 1/4 (float16). The tolerance is
+four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +294,10 @@ def dtype_of(contract: Contract) -> str | None:
 
 def value_precision(logprobs: np.ndarray) -> str | None:
     """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, `decimals`, `steps of` or
-    `probabilities in steps of`.
+    `probabilities in steps of`. None if too few are informative.
 
-    None if too few are informative. If 95% of the values fit both a dtype and a grid, the dtype is returned, unless the
-    grid has less than half as many points.
+    If at least 95% of values fit both a dtype and a grid, the dtype wins unless the grid has less than half as many
+    points.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -342,8 +342,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the sampled tokens' log-odds (nats, at least MIN_SPREAD): their standard deviation and, if
-    positive, their mean, added in quadrature."""
+    """Return the sampled tokens' log-odds spread (nats, at least MIN_SPREAD): standard deviation and, if positive,
+    mean, added in quadrature."""
     compared = data.sample.compared
     if not compared.any():
         return MIN_SPREAD
@@ -381,7 +381,7 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return the logit error that would explain d, plus the error from rounding recorded values, [K] nats."""
+    """Return the logit error that would explain d ([K] nats), plus the rounding error of the recorded logprobs."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
@@ -416,7 +416,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
-            # Chernoff bound on the probability that at least this share of the differences is on the grid by chance.
+            # Chernoff bound on the probability that at least this many differences are on the grid by chance.
             chance = 2 * tolerance
             divergence = share * np.log(share / chance) if share else 0.0
             divergence += (1 - share) * np.log((1 - share) / (1 - chance))

@@ -32,15 +32,15 @@ MIN_SAMPLED_STEPS = 2
 MAX_READ_TOKENS = 2_000_000
 """Approximate limit on tokens read from disk. Whole steps are read, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens to inspect one by one. A fault in 0.1% of tokens still affects 100 of these."""
+"""Maximum number of tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
 MAX_NAMED = 1000
 """Maximum number of sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this (nats). In a model with flat-tailed distributions, 5% of
-sampled tokens are unlikely."""
+"""A token is unlikely if logprob + entropy is below this (nats), like 5% of sampled tokens in a model with flat-tailed
+distributions."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum run of unlikely tokens for concluding that they were not sampled. In healthy runs, fewer than 2% of sequences
-contain such a run."""
+"""At least this many unlikely tokens in a row are taken as not sampled. Fewer than 2% of sequences in healthy runs have
+that many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
@@ -64,7 +64,7 @@ class PairSums:
 
     @property
     def worst_steps(self) -> list[int]:
-        """The steps with the largest mean squared d and with the most non-finite or missing logprobs."""
+        """The step with the largest mean squared d, and the step with the most missing or non-finite logprobs."""
         steps, place = np.unique(self.steps, return_inverse=True)
         of_step = {name: np.bincount(place, values) for name, values in self.columns.items()}
         squares = of_step["sum_d2"] / np.maximum(of_step["num_tokens"], 1)
@@ -76,7 +76,8 @@ def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEED
     """Read the sums stored in the trace, or compute them from the tokens. With a cluster, they are first computed there
     and stored.
 
-    `names` are columns of schemas.sums. They start with NEEDED_SUMS, or SUM_EXP_ABS_D if the trace stores no sums.
+    `names` are columns of schemas.sums, starting with NEEDED_SUMS. SUM_EXP_ABS_D may be added if the trace stores no
+    sums.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)

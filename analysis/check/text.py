@@ -22,7 +22,7 @@ NOTES: Mapping[str, str] = {
     "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
     "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
     "sampled cannot be detected",
-    "few_steps": "fewer than three steps were inspected, so stale weights cannot be detected from the mismatch's direction",
+    "few_steps": "fewer than three steps were inspected, too few to detect stale weights from the mismatch alone",
     "no_prompts": "prompts were not recorded, so logit precision and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
 }

@@ -1,7 +1,7 @@
-"""Find where a mismatch occurs, as the shortest description of the affected tokens.
+"""Describe where a mismatch occurs, as briefly as the affected tokens allow.
 
-A description splits tokens by one feature, such as a sequence setting, a position or a token id. Its evidence is the
-log likelihood gained by fitting a separate mismatch level to each part (nats), minus the cost of the description.
+A description splits tokens by one feature, such as a sequence setting, a position or a token id. Evidence for it is the
+log likelihood gained by fitting a separate mismatch level to each part (nats), minus the description's cost.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,19 +22,18 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio between the two parts' mean mismatches. Healthy runs vary by less than a factor of 2."""
+"""Minimum ratio of mean mismatch inside a description to outside. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description (nats). So many descriptions are tried that one reaches 10 by chance."""
+"""Minimum evidence for a description (nats). So many are tried that one reaches 10 by chance."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences or tokens on either side of a threshold."""
+"""Minimum number of sequences or tokens on either side of a split."""
 MAX_COVERED = 0.95
-"""Maximum share of tokens covered by a set of values. A mismatch at nearly all tokens is not concentrated."""
+"""Maximum share of tokens that a set of values may cover. Above it, the mismatch is everywhere."""
 MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
-"""Minimum number of rows in which the mismatch begins partway through. With fewer, no triggering token ids are searched
-for."""
+"""Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
 """Maximum number of tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between
 can mask the onset."""
@@ -45,7 +44,7 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How the feature selects tokens: `from` a value, `before` a value, `one_of` some values, or `is` for a boolean."""
+    """How `values` select tokens: `from` a value up, `before` a value, `one_of` a set, or `is` for a boolean."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
@@ -54,7 +53,7 @@ class Where:
     ratio: float
     """Mean mismatch inside divided by the mean mismatch outside."""
     mean_ratio: float
-    """`ratio` computed with arithmetic means, which bit-identical tokens hardly affect."""
+    """`ratio` from arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
     """Median logit error outside (nats)."""
 
@@ -103,7 +102,7 @@ FEATURES = {
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name, and appends the pass where it matters.
+"""Feature -> phrase. `where_text` handles features with a number in their name, and adds the pass if there is one.
 """
 
 
@@ -114,9 +113,9 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     if name in ("first_of_chunk", "last_of_chunk"):
         return f"all at the {name.split('_')[0]} token of a chunk, if prompt and response together are split into {last} equal chunks"
     if name == "every":
-        return f"all at one in every {last} tokens of a row, at an offset that can differ by row"
+        return f"all at one token in every {last}, with an offset that can differ between rows"
     if name == "not_first_of":
-        return f"all in rows other than the first of each block of {last} rows"
+        return f"all in rows other than the first in each block of {last}"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
         return f"all in rows whose {name.split('_')[1]} length is below the maximum in their block of {last} rows"
     if name in ("phase", "phase_total"):
@@ -252,8 +251,8 @@ def _best(
 ) -> tuple[float, Kind, np.ndarray] | None:
     """Return the best split as (gain, kind, indices of the values inside), or None.
 
-    For each of the V values of a feature, `counts` has the number of units (sequences or tokens) and `sums` the sum of
-    their levels. `level` has the level of every unit.
+    For each of V values, `counts` is the number of units (sequences or tokens) with that value, and `sums` their total
+    level. `level` has one level per unit.
     """
     num = len(level)
     sums = sums - counts * level.mean()
@@ -284,7 +283,7 @@ def _best(
         order = np.argsort(-(sums / counts), kind="stable")
         inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
         size = np.arange(1, len(known))
-        # Listing m of n values costs the logarithm of the number of ways to choose m of n.
+        # Cost of naming m among n values: the log number of ways to choose them.
         worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
@@ -338,7 +337,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         columns[f"first_of_chunk_{parts}"] = total % chunk == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % chunk == 0) & (from_end > 0)
     if (period := _period(data)) is not None:
-        # The offset within the period may differ by row, for example after prompts of unknown length.
+        # The offset within the period may differ by row, for example if prompt lengths are unknown.
         cell, shape = data.seq * period + position % period, (sample.num_sequences, period)
         count = np.bincount(cell, minlength=sample.num_sequences * period)
         mean = np.where(count > 0, np.bincount(cell, levels(data), len(count)) / np.maximum(count, 1), -np.inf)
@@ -377,7 +376,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return each sequence's index within its step [S]. Sequences are ordered by the number in their id."""
+    """Return each sequence's index within its step [S], ordering sequences by the number in their id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):
@@ -410,7 +409,7 @@ def seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each sequence's batch [S] by number of rows per batch, or `step` for whole steps."""
+    """Return batch size in rows -> each sequence's batch [S]. The key `step` stands for whole steps."""
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
 
 
@@ -439,10 +438,10 @@ def rank_of(label: np.ndarray) -> np.ndarray:
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the part of the rows (text, [S] bool) where `values` [S] differ most from all others, or None if chance
-    can explain the difference.
+    """Return the rows (as text, and as [S] bool) where `values` [S] differ most from all others, or None if chance can
+    explain the difference.
 
-    Only features known before sampling are tried. NaN means no value.
+    Tries only features known before sampling. NaN means no value.
     """
     there = np.isfinite(values)
     found = []

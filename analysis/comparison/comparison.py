@@ -31,9 +31,9 @@ class RunDifference:
     """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Mean difference in a series on its scale, relative to the per-step standard deviation. None without noise."""
+    """Mean difference in a series divided by its per-step standard deviation, on the series' scale. None without noise.
+    """
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Shares, counts and the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Comparison(Result):
     a: str
     b: str
     pair: str
-    """The compared mismatch as a:b."""
+    """The two passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
     """Number of steps with sequences in both runs."""
@@ -56,7 +56,7 @@ class Comparison(Result):
     within_scatter: tuple[str, ...]
     """Series that differ only by noise."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be compared (codes in text.NOTES)."""
+    """Limits of the comparison (codes in text.NOTES)."""
 
     @property
     def first(self) -> RunDifference | None:

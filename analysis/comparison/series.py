@@ -22,17 +22,17 @@ from .comparison import RunDifference
 FEWEST = 3
 """Minimum number of steps to estimate the noise in a difference."""
 BEYOND_SD = 4.5
-"""Standard errors that a mean difference must exceed to be reported. Allows for choosing the first step to maximise the
-difference (false-positive rate below 0.5%)."""
+"""Minimum mean difference to report, in standard errors. High enough that testing every possible first step gives fewer
+than 0.5% false positives."""
 
 LAGS = ("policy_lag", "version_lag")
-"""Series that count updates. They have no noise, so any difference is reported."""
+"""Series that count updates. They have no noise, so every difference is reported."""
 
 
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield series that differ. Collects bitwise equal names in `same` and names within noise in `within`."""
+    """Yield the series that differ. Bitwise equal names are appended to `same`, names within noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -91,11 +91,11 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean relative to the per-step standard deviation. None if it is not significant, infinity without
+    """Return the mean divided by the per-step standard deviation. None if it is not significant, infinity without
     noise.
 
-    Means of few steps follow Student's t-distribution. Its quantile is approximated from the normal z by sqrt(df
-    (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).
+    For few steps, Student's t-distribution applies. Its quantile is approximated from the normal z by sqrt(df (exp(z^2
+    / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES
@@ -206,7 +206,7 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Yield each pass's first and largest logprob difference, before responses to one prompt diverge."""
+    """Yield each pass's first and largest logprob difference, up to where responses to the same prompt diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

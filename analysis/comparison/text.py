@@ -18,8 +18,8 @@ FIRST: Mapping[str, str] = {
     "logprobs": "{name} gives identical tokens different logprobs ({a} in A, {b} in B; largest difference "
     "{largest:.3g} nats, at "
     "step {largest_step})",
-    "rewards": "identical responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
-    "advantages": "equal rewards give different advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
+    "rewards": "identical responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} pairs)",
+    "advantages": "equal rewards give different advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} pairs)",
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
@@ -32,7 +32,7 @@ NOTES: Mapping[str, str] = {
 }
 
 _LONGEST = 13
-"""Maximum text cell length if the table must fit a width."""
+"""Maximum length of a text cell if the table must fit a width."""
 _NAME = 24
 
 

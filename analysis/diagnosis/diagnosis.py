@@ -63,7 +63,7 @@ class ReplayEffect:
     gap_rms: float
     left_rms: float
     removed: float
-    """Share of mean squared d removed by the replay. Negative if the mismatch increases."""
+    """Share of mean squared d that the replay removes. Negative if the mismatch increases."""
     low: float | None
     """`low` to `high` is the 95% interval over groups for `removed`. If they are None, `no_interval` has the reason."""
     high: float | None
@@ -75,7 +75,8 @@ class ReplayEffect:
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
-        """`settles` (removes the mismatch), `repeats` (reproduces pass b), `part`, `nothing` or `adds`."""
+        """`settles` (removes the mismatch), `repeats` (reproduces pass b), `part` (removes some), `nothing` (no effect)
+        or `adds` (increases it)."""
         if self.removed > SETTLES:
             return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
@@ -98,14 +99,14 @@ class BrokenSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
-    """Whether a run collapsed and why, whether its comparison is valid and whether its mismatch is normal."""
+    """A run's diagnosis: any collapse and its cause, whether the comparison is valid, and the mismatch."""
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: CheckResult
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
-    """Mismatch increases by a factor ABRUPT or more, largest first."""
+    """Jumps by a factor of ABRUPT or more in the mismatch, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
     size: SizeComparison

@@ -1,4 +1,4 @@
-"""Published values for the mismatch between trainer and engine, each under its original definition."""
+"""Published values for the mismatch between trainer and engine, each with its original definition."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return a run's headline. `checked` is None without two passes to compare."""
+    """Return a run's headline. `checked` is None if there are no two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -171,7 +171,7 @@ def numerics_text(numerics: Numerics) -> str:
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
         seen = {
-            None: "too few tokens share a context to infer it from the logits",
+            None: "too few tokens share a context to infer a logits dtype",
             "float32": "logits not rounded to 16 bits",
         }.get(logits, f"logits rounded to {logits}")
         rounded = f", logprobs rounded to {values}" if values not in (None, "float32") else ""
@@ -209,7 +209,7 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Describe the mismatch, and say whether it is normal if the comparison is valid."""
+    """Describe the mismatch and, if the comparison is valid, say whether it is normal."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."
@@ -235,7 +235,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
-        "repeats": f"{effect.arm} reproduces {b}: its engine computes these values from the same weights and tokens",
+        "repeats": f"{effect.arm} reproduces {b}: {b}'s engine gets these values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",

@@ -2,20 +2,20 @@
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
-Each side gives an interval [lo, hi] for every listed token's probability, an interval for t (the unlisted tokens' total
-mass), and `cap`, the largest probability that an unlisted token can have: the smallest listed probability, or t if
-smaller. The bounds hold for all distributions consistent with these. Proof, with h(p, q) from divergence.py:
+Each side comes with an interval [lo, hi] for each listed token's probability; an interval for t, the unlisted tokens'
+total mass; and `cap`, the largest probability that an unlisted token can have, which is the smallest listed
+probability, or t if t is smaller. The bounds hold for all distributions consistent with these. Proof, with h(p, q) from
+divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
-in general the data-processing inequality on a partition (Csiszar and Shields 2004, Information theory and statistics: a
-tutorial, lemma 4.1). So a divergence is at least the sum of h over any partition's cells.
+in general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory
+and statistics: a tutorial, lemma 4.1). So for any partition, a divergence is at least the sum of h over its cells.
 
-Lower bound. As p grows, h(p, q) decreases up to q and increases beyond; the same holds with p and q swapped. If both
-lie in intervals, the minimum is therefore 0 if the intervals overlap, and otherwise h at their two nearest endpoints.
-Each partition below gives a lower bound by summing these minima. All have one cell for every token that both sides
-list. The largest bound is used.
-
-    1  one cell for all other tokens
+Lower bound. As a function of p, h(p, q) decreases up to q and increases beyond q; the same holds with p and q swapped.
+If p and q each lie in an interval, the minimum of h is therefore 0 if the intervals overlap, and otherwise h at their
+two nearest endpoints. For any partition, these minima summed over its cells are a lower bound. Three such bounds are
+computed and the largest is used; each partition has one cell for every token that both sides list, and
+    1  one cell for all other tokens;
     2  one for the n tokens that only a lists, with q in [0, min(t_b, n cap_b)], one for those that only b lists, and
        one for those that neither side lists
     3  one for each token that only one side lists, with the other side's probability in [0, cap], and one for the
@@ -28,12 +28,12 @@ probabilities are at most cap and add up to at most t, so sum p ln(p / q) is at 
 largest with as much mass as possible on the smallest q.
 
 Entropy. An unlisted token contributes p ln(1 / p) >= p ln(1 / cap), and n unlisted tokens with total mass t contribute
-at most t ln(n / t). A top-K side does not know its vocabulary size, so the other side's size is used if that side is
-full, or else 2^31, because ids are int32.
+at most t ln(n / t). A top-K side's vocabulary size is unknown. The other side's size is used if that side is full;
+otherwise 2^31, because ids are int32.
 
 Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an
-error up to 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up
-to 64 before temperature. The tail's mass, which an engine may compute as 1 - sum, gets the same allowance in total.
+error up to 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits
+up to 64 before temperature. The tail's mass, which an engine may compute as 1 - sum, gets the same allowance in total.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
+"""Bound on rounding errors in float64 sums up to 1."""
 
 H = Callable[[Array, Array], Array]
 
@@ -115,6 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
+    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if that is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -130,6 +132,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
+    """Return the smallest and largest total mass that a side has outside the shared list."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))

@@ -93,8 +93,11 @@ class DistributionPairs:
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """Return measures for each row, given the run and the number of tokens, then each side's group, first row,
-        contract, policy version and attempt."""
+        """Return each row's measures.
+
+        `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
+        version and attempt.
+        """
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
@@ -196,7 +199,7 @@ class Head:
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """Projection dtype as torch spells it."""
+    """Projection dtype, as torch names it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -228,7 +231,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract lacks the head for its hidden states; record them with a head"
+                f"{self.store.url}: a contract with hidden states does not describe their head; record it with the head"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")

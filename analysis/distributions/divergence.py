@@ -9,7 +9,7 @@ total variation            |p - q| / 2
 Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
                            Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
 
-In this form, nearby distributions lose no precision, and bounds on h give bounds on the sum (see bounds.py).
+This form loses no precision for nearby distributions, and bounds on h give bounds on the sum (see bounds.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
+"""A NumPy array. Any, because NumPy types the result of most arithmetic so."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")

@@ -1,4 +1,4 @@
-"""Probability intervals for full distributions, or for the top K plus the tail's mass.
+"""Probability intervals for distributions known in full, or by their top K and the tail's mass.
 
 Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one side is full.
 """
@@ -12,20 +12,22 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""The intervals cover rounding errors up to this logit (before temperature)."""
+"""Largest logit (before temperature) whose rounding error the intervals cover."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
+    """Distributions known only by K tokens' logprobs and the total mass elsewhere."""
+
     ids_CK: Array
     logprobs_CK: Array
-    """float64, in nats."""
+    """float64 logprobs, listed tokens (nats)."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
-    """Divides the logits. A lower temperature means larger rounding errors."""
+    """Temperature that the logits were divided by. Lower temperatures mean larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
@@ -38,6 +40,7 @@ class TopK:
 
     @property
     def tail(self) -> tuple[Array, Array]:
+        """Return the unlisted tokens' smallest and largest possible total mass, [C]."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
@@ -50,18 +53,26 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
+    """One side's probability intervals over M columns."""
+
     lo_CM: Array
-    """0 in columns that the side does not list."""
+    """Smallest possible probability per listed token. 0 in other columns."""
     hi_CM: Array
+    """Largest possible probability per listed token. 0 in other columns."""
     listed_CM: Array
     tail_lo_C: Array
-    """Smallest possible mass on all unlisted tokens, including those without a column."""
+    """Smallest possible total mass outside the list, including tokens without a column."""
     tail_hi_C: Array
+    """Largest possible total mass outside the list."""
     cap_C: Array
+    """Largest possible probability for an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if tokens without a column may exist."""
+    """Return both sides on shared columns, and True if there may be tokens without a column.
+
+    A top-K side does not know its vocabulary size. If the other side is full, its size is used.
+    """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
     full, part = (a, b) if isinstance(a, Full) else (b, a)
@@ -93,7 +104,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on a's tokens, then b's. A token in both lists uses only its column in a's half."""
+    """Put both sides on shared columns, first a's tokens and then b's. Tokens that both list use a's column, and their
+    column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -113,7 +125,8 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return each b token's column [C, K]: its index in a's list, or a column after them."""
+    """Return a column for each of b's tokens [C, K]: its index in a's list if listed there, otherwise one after a's
+    list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

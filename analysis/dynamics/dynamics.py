@@ -42,9 +42,9 @@ def dynamics(
 ) -> Dynamics:
     """Report when each series of a run changed, and which changed first.
 
-    Changes have 95% intervals. If two overlap, their order is undecided. The result also has the growth rate for k3,
-    and the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps`
-    (3:80, :100, 2:200:2) limits the answer to part of the run. Other steps still help to find changes.
+    Changes have 95% intervals. If two overlap, their order is undecided. The result also has k3's growth rate, and the
+    questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps` (3:80,
+    :100, 2:200:2) restricts the report to part of the run. Other steps still help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -100,7 +100,6 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Series needed to answer some questions."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -144,7 +143,7 @@ def _first(onsets: Sequence[FirstChange], num_steps: int) -> Statement:
 
 
 FEWEST_FOR_GROWTH = 8
-"""Minimum number of steps to fit a line."""
+"""Minimum number of steps to fit a growth rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,7 @@ class Growth:
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Fit the growth of k3, without drawing a line across jumps. arXiv 2510.18855 predicts a constant factor."""
+    """Fit k3's exponential growth (arXiv 2510.18855) over the run and its last third, starting after any jump."""
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)
@@ -198,7 +197,7 @@ class SeriesSummary:
     scale: str
     source: str
     num_steps: int
-    """Number of steps with a value."""
+    """Steps with a value."""
     first: float
     """Median over the first tenth of the run (at least five steps)."""
     last: float
@@ -211,7 +210,7 @@ class SeriesSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamics(Result):
-    """When a run's series changed, and in which order."""
+    """Changes in a run's series, and the order in which they happened."""
 
     _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
@@ -232,4 +231,4 @@ class Dynamics(Result):
     """First change in each series, earliest first."""
     growth: tuple[Growth, ...]
     unanswered_codes: tuple[Statement, ...]
-    """What the trace cannot answer (codes in text.UNANSWERED)."""
+    """Questions that the trace cannot answer (codes in text.UNANSWERED)."""

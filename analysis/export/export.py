@@ -44,7 +44,7 @@ class Exported(Result):
     num_values: int
     """Logged values written. For tensorboard and wandb, this includes the per-step mismatch."""
     num_texts: int
-    """Number of logged text values left out, because tensorboard and wandb series hold only numbers."""
+    """Logged text values left out, because tensorboard and wandb series hold only numbers."""
 
 
 def export_run(
@@ -57,14 +57,14 @@ def export_run(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Write a run's sequences, or its per-step metrics, in the format of another tool.
+    """Write a run's sequences or per-step metrics in another tool's format.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, the logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`: logprob(a) -
-      logprob(b) of `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
+      settings, every pass's logprobs (`PASS_logprobs`, nats; `current` in its first iteration) and `d`: logprob(a) -
+      logprob(b) in `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
-    - `to="tensorboard"` or `"wandb"`: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own
-      name, in double precision. The W&B run is written offline, with the hyperparameters as config.
+    - `to="tensorboard"` or `"wandb"`: all `pair_steps` columns as `a-b/NAME`, and every logged number under its
+      logged name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time.
     Existing files are replaced only with `force`; wandb always adds a new run.
@@ -142,7 +142,7 @@ class StepFigures:
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield each step's values in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
+    """Yield each step's values in order: pair columns as `a-b/NAME`, and logged numbers under their logged names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):

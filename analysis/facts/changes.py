@@ -1,4 +1,4 @@
-"""A run's timeline: changes in series, which came first, and any drop in the outcome. All commands share it."""
+"""A run's timeline: which series changed, in which order, and whether the outcome dropped. Shared by all commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Maximum number of values. Longer series are averaged over neighbouring steps before the search for changes."""
+"""Longer series are averaged over neighbouring steps to this many values before searching for changes."""
 
 FEWEST = 12
 
@@ -42,13 +42,13 @@ class ChangePoint:
     size_in_sd: float
     """after - before on the series' scale, relative to its scatter."""
     p: float
-    """Upper bound on the probability that scatter alone causes a change this large anywhere in the series."""
+    """Upper bound on the probability that a change this large occurs by chance anywhere in the series."""
     kind: str = SHIFT
     """`shift` for a jump, `ramp` for a new slope, e.g. when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the changes in a series, fitted as straight segments, so a steady trend is not a change."""
+    """Find the changes in a series, fitted as straight segments. A steady trend is therefore not a change."""
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
     if len(steps) < FEWEST:
@@ -256,10 +256,10 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
 
 _BASE, _FEWEST = 15, 4
-"""Maximum and minimum number of earlier steps to compare a step with."""
+"""Maximum and minimum number of earlier steps to compare with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
-"""Series compared on a log scale, and the minimum scatter assumed for each (natural log)."""
+"""Series compared on a log scale -> minimum scatter to assume (natural log)."""
 POLICY = ("sampled", "trained", "entropy", "length")
 
 

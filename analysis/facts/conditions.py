@@ -82,7 +82,7 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
     "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between (position, token) pairs near both prompt ends and those in the first tenth of the run"),
-    "share_new_places": (PROMPTS, LOG, "share of tokens near the prompt ends never seen at that position in the first quarter of the run"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens near the prompt ends that never appeared at that position in the run's first quarter"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not seen at earlier steps"),
     "longest_response": (LENGTH, LOG, "longest response at this step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences in the step"),
@@ -98,7 +98,8 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and metrics not used in another series. Hyperparameters apply until changed."""
+    """Read the open run's inputs, and metrics not used in another series. A hyperparameter applies until its next
+    value."""
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():

@@ -1,4 +1,4 @@
-"""Mismatch of a run by step, from stored sums or tokens, and its summary around a drop."""
+"""A run's mismatch by step, from stored sums or tokens, and its summary around a drop."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _StepBatch:
     sums: dict[str, Array]
     abs_d_T: Array
     num_read: int
-    """Number of tokens read, including those that the sums leave out."""
+    """Tokens read, including those that the sums leave out."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
@@ -152,7 +152,7 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of each step's last sequence.
+        # Each step's last sequence.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -172,7 +172,7 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 class RunMismatch:
     size: float
     """Mismatch at the onset: the median over the preceding tenth of the run or, if larger, the largest three-step
-    median nearby."""
+    median near the onset."""
     first: float
     """Mismatch at the first step, before any update if recording began with the run."""
     settled: float
@@ -229,14 +229,14 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between repeated prefixes to compare."""
+"""Maximum number of steps between prefix occurrences whose logprobs are compared."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Maximum difference between two means over the same float32 logprobs (nats)."""
+"""Tolerance when comparing two means over the same float32 logprobs (nats)."""
 _SAME_LOGPROB = 1e-5
 """Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
-"""Tolerance for matches at a single step (nats), where chance matches are rare."""
+"""Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
 _ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
@@ -258,7 +258,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare repeated prefixes' logprobs from step `first` on, or return None if too few repeat."""
+    """Compare the logprobs of repeated prefixes from step `first` on. None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -277,7 +277,7 @@ class EarlierWeights:
     num_equal: int
     """Prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Matches expected by chance, i.e. found after shifting the logprobs slightly."""
+    """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
     """The trainer step that matches best, or the number of steps back if `is_distance`. 0 if no step has enough
     prefixes."""
@@ -303,7 +303,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Search the trainer's earlier logprobs for the engine's prefix logprobs from step `first` on. None if too few can
+    """Look for the engine's prefix logprobs among the trainer's earlier ones, from step `first` on. None if too few can
     be compared."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Only where engine and trainer differ, because a single replica may lag.

@@ -1,4 +1,4 @@
-"""Values that are not the sampled tokens' logprobs, but in a different unit or precision, or something else entirely.
+"""Recorded values that are not plain logprobs of the sampled tokens: wrong unit, low precision, clamped or unrelated.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -27,13 +27,13 @@ from ..pair_data import (
 )
 
 MAX_LOGPROB = 1e-4
-"""Maximum value of a logprob (nats). Rounding in a float32 softmax can give up to 1e-6."""
+"""Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""
 _FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
 """Unit -> factor that turns logprobs in nats into the recorded values."""
 _PROBABILITIES = {
     (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
 }  # fmt: skip
-"""(offset, factor) that turn probabilities into the recorded values -> unit."""
+"""(offset, factor) -> unit, for recorded values equal to offset + factor * p."""
 _NAMES = {
     "log2": "logarithms of base 2",
     "log10": "logarithms of base 10",
@@ -48,14 +48,14 @@ _NAMES = {
     "cumulative_to_end": "sums of the logprobs from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
     "by_length": "logprobs divided by the number of response tokens",
-    "factor_by_length": "logprobs divided by a factor that differs by sequence, such as a length",
+    "factor_by_length": "logprobs divided by a per-sequence factor, such as a length",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
-    "moving_average": "a moving average along the response, in which each logprob has a weight of {factor:.3g}",
-    "curve": "a function of the other side's logprobs that is not a known unit ({curve})",
+    "moving_average": "an exponential moving average along the response (weight {factor:.3g} for the current token)",
+    "curve": "an unknown function of the other side's logprobs ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share left after conversion, of typical |d| and of the variation in d and in the logprobs. The first value is
-for known units, the second for fitted functions."""
+"""A conversion counts if it leaves less than this fraction of the mismatch: first for known units, then for fitted
+functions."""
 
 MIN_MONOTONE = 0.98
 
@@ -70,8 +70,8 @@ UNIT = Fault(
     code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording",
     causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
     evidence={
-        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats in "
-        "either direction, and at no token by more: one side was clamped to within {limit:.6g} nats of the other, "
+        "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
+        "{of_tokens:,} tokens and never by more: one side was clamped to within {limit:.6g} nats of the other, "
         "which hides the mismatch",
         "other_unit": "{side} contains {unit_text}: leaving out the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
@@ -100,13 +100,13 @@ def _grid_text(precision: str) -> str:
 
 
 _SAMPLED = {
-    "unknown": ": they belong to different tokens, in an unknown order, or to different models",
-    "improbable": ", and the sampled tokens have {mean_lower:.3g} nats on average in {side}, but {mean_higher:.3g} in "
-    "{other}: {side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}: the tokens were sampled from {other}'s "
-    "distribution, so {side}'s values are not their logprobs",
-    "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats: the tokens were not sampled from "
-    "its distribution, so one side has broken weights or scored different text",
+    "unknown": ": they come from different tokens, were reordered, or come from different models",
+    "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so "
+    "{side} scored different tokens or a different text, or one side's weights are broken",
+    "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {other}'s "
+    "distribution and {side}'s values are not their logprobs",
+    "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
+    "from {other}'s distribution: one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
@@ -115,9 +115,9 @@ UNRELATED = Fault(
         "{num_tokens:,} sampled tokens",
         "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: "
         "{side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
-        "same_in_context": "for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same prefix, "
-        "{side} has equal values although {other} does not: {side} contains a property of the distribution, such as "
-        "its entropy or largest logprob, not the logprobs of the sampled tokens",
+        "same_in_context": "{side}, unlike {other}, has equal values in {num_equal:,} of {num_pairs:,} pairs where two "
+        "different tokens follow the same prefix, so it contains a property of the distribution, such as its entropy "
+        "or largest logprob, not the sampled tokens' logprobs",
         "no_correlation": "{side} and {other} logprobs are uncorrelated (correlation {correlation:.2f} over "
         "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
         "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
@@ -135,12 +135,12 @@ UNRELATED = Fault(
         "unknown": "the two sides' values are unrelated: different tokens, a different text, or a broken model on one side",
         "from_neither": "the two sides' values are unrelated: one side has broken weights or scored a different text",
         "improbable": "the two sides' values are unrelated: one side scored a different text or has a broken model",
-        "values": "recorded values are not the logprobs of the sampled tokens, but were stored, gathered or modified incorrectly",
+        "values": "recorded values are not the sampled tokens' logprobs: they were stored, gathered or modified incorrectly",
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Minimum correlation between passes that scored the same tokens with similar models. With rounding, different weights
-or a different temperature it stays above 0.8, and for unrelated values it is 0."""
+"""Passes with a lower correlation are unrelated. Rounding, different weights or a different temperature leave it above
+0.8, and unrelated values give 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -211,7 +211,8 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
 def _wrong_sides(data: PairData) -> str:
     """Return the sides, `a` or `b`, whose values cannot be the sampled tokens' logprobs.
 
-    Either probabilities in one context add up to more than 1, or logprob + entropy averages 0 only on the other side.
+    A side is wrong if its probabilities in one context add up to more than 1, or if logprob + entropy averages 0 only
+    on the other side.
     """
     context = np.unique(
         np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
@@ -228,7 +229,7 @@ def _wrong_sides(data: PairData) -> str:
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
-"""Unit, values converted to nats, fitted numbers, and the cost of the parameters (nats)."""
+"""Unit, values in nats, fitted numbers, and the cost of the fitted parameters (nats)."""
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
@@ -277,7 +278,7 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p, weighting errors relative to p and leaving out the worst tenth of the tokens.
+    """Fit values = offset + factor * p by least squares on relative errors, ignoring the worst 10% of tokens.
 
     Returns the fit, and the fit rounded to integers (NaN unless within 0.01 of them).
     """
@@ -294,10 +295,8 @@ def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Map this side's values to the other side's logprobs, [K], or NaN if the relation is not monotone.
-
-    Each value is interpolated between the nearest values with a different pair of token and previous token.
-    """
+    """Predict the other side's logprobs [K] by interpolating between other bigrams. NaN if the relation is not
+    monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -332,8 +331,8 @@ def _typical(d: np.ndarray) -> float:
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding the values must explain if their dtype is not declared. A pass computed
-entirely in 16 bits naturally has 16-bit logprobs."""
+"""If no dtype is declared, rounded values are reported only if rounding explains at least this share of the mismatch,
+because a pass computed entirely in 16 bits naturally has 16-bit logprobs."""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:
@@ -362,7 +361,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
-    """Explain |d| that piles up at its maximum: one side was clamped to within a fixed distance of the other."""
+    """Detect clamping: one side was limited to a fixed distance from the other, so |d| piles up at its maximum."""
     if any(side.rounded is not None for side in precisions(data)):
         return []  # on a grid, many differences are equal
     size = np.abs(data.d)
@@ -409,15 +408,16 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
-    # As with uncorrelated values, only the distribution of each side is predicted, not d, so the gain is small.
+    # As with uncorrelated values, only each side's distribution is predicted, not d, so the gain is small.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` could belong to the most probable tokens, and `others` to the sampled tokens.
+    """Return True if `values` look like logprobs of the most probable tokens, and `others` like those of sampled
+    tokens.
 
-    Then `values` are never below `others`, and equal to them where the most probable token was sampled. Elsewhere, the
-    two probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, in contrast, are slightly
+    Such `values` are never below `others`, and both agree where the most probable token was sampled. Elsewhere, the two
+    probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, in contrast, are slightly
     higher at all tokens.
     """
     if len(values) < 30:
@@ -427,7 +427,7 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
     if not 0.1 < equal.mean() < 0.95 or np.min(raised) < -0.5 or raised.max() < 3.0:
         return False
     fits = np.exp(values[~equal]) + np.exp(others[~equal]) <= 1.05
-    # The share of tokens at which the most probable token was sampled must match its mean probability.
+    # The most probable token must have been sampled as often as its mean probability predicts.
     expected = float(np.mean(np.exp(np.minimum(values, 0.0))))
     return bool(fits.mean() > 0.995 and abs(equal.mean() - expected) < 0.1)
 
@@ -437,7 +437,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values of the right token from a different context share the token's mean, but nothing else.
+        # The right token's value from a different context shares the token's mean, but nothing else.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
@@ -468,7 +468,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation between the passes within token ids, or None if too few ids repeat or vary by more
+    """Return the passes' rank correlation among tokens with the same id, or None if too few ids repeat or vary by more
     than rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
@@ -485,10 +485,9 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect tokens `off` ([K] bool) that have other tokens' values.
+    """Report tokens `off` ([K] bool) if their values seem to belong to other tokens.
 
-    These values are uncorrelated with the other pass, above it as often as below, and have the same spread as all
-    values.
+    Such values are uncorrelated with the other pass, lie above and below it equally often, and have the usual spread.
     """
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []

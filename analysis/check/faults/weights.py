@@ -15,11 +15,10 @@ from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Minimum factor by which the mismatch must have grown since the run's first step for weights to be reported as stale.
-"""
+"""Weights are reported as stale if the mismatch has grown by at least this factor since the run's first step."""
 CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and in absolute terms, for
-reporting that one side was scored after the update."""
+"""Minimum correlation between mismatch and advantage for reporting that one side was scored after the update: in
+standard errors, and as a coefficient."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -56,9 +55,9 @@ WEIGHTS = Fault(
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
         "contract": "only {side}'s contract sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
-        "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "follows_advantages": "each sequence's mismatch follows its own advantage (correlation "
-        "{correlation:.2f} over {num_sequences:,} sequences): {side} used the weights from after the update on this "
+        "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
+        "follows_advantages": "each sequence's mismatch correlates with its own advantage ("
+        "{correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this "
         "batch",
         "judged": judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
@@ -139,8 +138,8 @@ def find_adapter(data: PairData) -> list[Finding]:
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch.
 
-    An update raises the logprobs of sequences with a positive advantage, so a sequence's mismatch follows its own
-    advantage. With stale weights, it follows other sequences' advantages.
+    The update raises logprobs in sequences with a positive advantage, so mismatch correlates with advantage. Stale
+    weights were not updated on this batch, so they give no such correlation.
     """
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
