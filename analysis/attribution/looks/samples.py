@@ -154,7 +154,7 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""A change of this size counts half. Much smaller ones hardly count."""
+"""Change that gets half the full weight. Much smaller changes get almost none."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
