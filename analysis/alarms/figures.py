@@ -123,7 +123,7 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of consecutive steps above the level before a mismatch or gradient norm alert fires."""
+"""Consecutive steps above the level before a mismatch or gradient norm alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:

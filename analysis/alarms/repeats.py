@@ -12,9 +12,9 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Number of steps per window."""
+"""Window size (steps)."""
 FEWEST = 20
-"""Minimum number of repeated responses in a window. With fewer, the share is 0."""
+"""Minimum repeated responses per window. With fewer, the share is 0."""
 
 
 class Repeats:

@@ -6,7 +6,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum number of characters in the facts table. It keeps the whole brief at about 4,000 tokens."""
+"""Maximum characters in the facts table. Keeps the whole brief at about 4,000 tokens."""
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0
@@ -22,7 +22,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
-    "pairing": ("Do advantages still follow the rewards in their own rows?",
+    "pairing": ("Does each row's advantage still follow its own reward?",
         "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "

@@ -11,7 +11,7 @@ BEGUN = 0.1
 LAG_GROWS = 2.0
 """The engine counts as too far behind if its lag reaches this multiple of the usual lag. Slow sequences cause less."""
 LEARNED = 0.1
-"""Initial part of the run, as a fraction, that defines what is normal, such as the lag."""
+"""Initial fraction used to determine what is normal for the run, such as the lag."""
 WAS_THERE = 0.5
 """If more than this fraction of the reward noise was present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
@@ -20,9 +20,9 @@ reward."""
 ADVANTAGE_AGREES = 0.7
 """Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""Maximum fraction of rewards that can change without a change of verifier."""
+"""The verifier has not changed unless more than this fraction of rewards changes."""
 FEW_CHANGED = 10
-"""Minimum number of changed rewards before the verifier counts as changed."""
+"""How many rewards must change before the verifier counts as changed."""
 ABRUPT = 10.0
 """A mismatch counts as jumping if it grows by this factor in one step. Training alone causes slower growth."""
 MISMATCH_DIFFERS = 3.0
