@@ -86,7 +86,7 @@ ALARMS = (
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
-        summary="the sample is plotted (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
+        summary="NeMo-RL plots the sample (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
@@ -222,7 +222,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
     if asked.any() and "reward" in series:
         alarm = Alarm(
             who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
-            definition="share of repeated responses with a different reward than before, over 20 steps",
+            definition="share of repeated responses whose reward differs from last time, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
         yield _reading(alarm, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])

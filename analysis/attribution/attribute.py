@@ -55,7 +55,7 @@ def attribute(
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
     evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation,
     because the first change need not be the cause. `control` is a baseline run with the same seeds and one change,
-    ideally an exact engine. The first difference from it counts as an intervention, and if only the baseline improves,
+    ideally an exact engine. With a baseline, the result counts as an intervention, and if only the baseline improves,
     the drop is `flat`. A mismatch that begins after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
@@ -258,7 +258,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
     if suspect == "staleness":
         return Advice(
             f"tim-trace replay {trace} --steps {step} --weights-version V-1",
-            "or rerun synchronously: one policy version per step",
+            "or rerun synchronously, with one policy version per step",
         )
     if suspect == "length":
         return Advice(

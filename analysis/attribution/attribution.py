@@ -38,12 +38,12 @@ _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""Suspect -> what to fix, named as in `check`."""
+"""Suspect -> component to fix, named as in `check`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""Evidence code -> what to fix. This evidence is conclusive because it compares identical prefixes or rows."""
+"""Evidence code -> component to fix. This evidence is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 

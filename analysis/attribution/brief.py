@@ -27,10 +27,10 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
         "GROUP BY step ORDER BY step"),
-    "truncation": ("Do responses start to end at a length limit?",
+    "truncation": ("Do responses begin to hit a length limit?",
         "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, "
         "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
-    "reference": ("Did the distance to the reference or the KL coefficient change?",
+    "reference": ("Did the distance to the reference model or the KL coefficient change?",
         "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
     "advantages": ("Did the advantages change in sign, scale or mean?",
         "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "

@@ -22,7 +22,7 @@ from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
 _ROUNDING = 1e-9
-"""Maximum difference (nats) between mean logprobs that summation order alone causes."""
+"""Maximum difference between mean logprobs (nats) that can result from summation order alone."""
 _EXACT = 5
 """After this many bitwise identical steps, even the smallest difference counts as real."""
 

@@ -30,7 +30,8 @@ from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Steps before and after a drop in which rewards are compared with lengths, and the minimum on each side."""
+"""Steps before and after a drop in which rewards are compared with lengths, and the minimum number of steps on each
+side."""
 _ENOUGH = 20
 
 

@@ -44,7 +44,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, the engine's logprobs match the trainer's {version} steps earlier for {share:.0%} of {num_agreeing:,} prefixes",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
-    "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step, so it gets new weights",
+    "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step, so the engine does get new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the weights may lag a few updates behind",
     "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} times their norm",
@@ -96,8 +96,8 @@ DIFFERENCES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
-    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, a collapse "
-    "cannot be seen in it",
+    "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
+    "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
     "before and after consistently get a different reward. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",

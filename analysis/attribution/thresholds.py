@@ -20,7 +20,7 @@ reward."""
 ADVANTAGE_AGREES = 0.7
 """Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""The verifier has not changed unless more than this fraction of rewards changes."""
+"""The verifier counts as changed only if more than this fraction of rewards changes."""
 FEW_CHANGED = 10
 """How many rewards must change before the verifier counts as changed."""
 ABRUPT = 10.0

@@ -141,7 +141,7 @@ class Breakdowns:
     num_recorded_tokens: int
     """Response tokens in the whole run."""
     how: str
-    """A sentence about which tokens were read."""
+    """Describes in a sentence which tokens were read."""
     d_edges: Array
     """[Y + 1] bin edges (nats), symmetric about 0. The first and last bins include values beyond them."""
     density: np.ndarray
@@ -240,6 +240,6 @@ def _sequences(
     if num >= len(total):
         return [], ""
     return [f"{KEY.format(rows='')} <= {rows['key'][num - 1].as_py()}"], (
-        f"; {num:,} of their {len(total):,} sequences, those with the lowest hash of step and seq_id, to read at most "
+        f"; {num:,} of their {len(total):,} sequences, chosen by a hash over step and seq_id, to read at most "
         f"{max_tokens:,} tokens"
     )

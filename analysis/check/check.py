@@ -56,7 +56,7 @@ class CheckResult(Result):
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Keys of text.NOTES: tests that the trace does not support, and remarks about its data."""
+    """Keys in text.NOTES, for remarks and for tests that the trace does not support."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts. Empty if there was only one."""
 

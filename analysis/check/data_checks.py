@@ -123,7 +123,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that explain it. If one of these is present, it is omitted."""
+"""Finding -> findings that make it redundant. It is omitted if one of these is present."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -943,7 +943,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         elif (
             a == "current" and (loss := read_loss(run.settings)) is not None and loss.has_clip and loss.denominator == b
         ):
-            reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
+            reason, is_notice = "clipping has no effect, which is correct only with one update per batch", True
         else:
             continue
         numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[2] for row in equal), "reason": reason}
@@ -982,7 +982,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return weights and a constant with which the parts add up to every reward, or None if there are none."""
+        """Return weights and a constant that reproduce every reward from its parts, or None if there are none."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]

@@ -83,8 +83,8 @@ MIN_FIRST = 0.6
 MIN_LIKELY = 0.4
 """Minimum probability for listing the kind of fault in addition to its location."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch inside a place to the mismatch outside. Above it, explanations that cover all tokens
-are ruled out."""
+"""If the mismatch at a place is this many times larger than elsewhere, explanations that cover all tokens are ruled
+out."""
 _MAX_PARTS = 3
 _MAX_PLACES = 16
 
@@ -188,8 +188,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """If the first finding covers only some tokens and nearly all that rounding cannot explain are at one place, add
-    this place to it."""
+    """If the first finding covers only some tokens, add the place where nearly all tokens that rounding cannot explain
+    are."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -226,8 +226,8 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Label a finding as visible only after correcting for `behind`. Its command is dropped because it reads the
-    original trace."""
+    """Label a finding as visible only after correcting for `behind`, and drop its command, which reads the uncorrected
+    trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 

@@ -51,7 +51,7 @@ In cross-validation by author, none of 1,304 healthy runs and 3 of 92 H100 pairs
 far sharper random policies, 64 of 495 runs do, or 14 if the fit includes three quarters of that author's kinds.
 """
 CLEAR_LAG = 2.5
-"""Minimum |along_movement| for saying which side's weights are behind (standard errors)."""
+"""Minimum |along_movement| (standard errors) for saying which side's weights are behind."""
 CLEAR_FADE = 4.0
 """If the mismatch declines along responses by more than this (standard errors), weights alone cannot explain it. In the
 45 runs with stale or quantised weights used to choose this bound, it is at most 2.7."""
@@ -71,7 +71,7 @@ COMPUTATION = Fault(
     words={"equal_weights": judged_words, "judged": judged_words},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
-    code="not_repeatable", title="one side gives the same tokens different values", broken="computation",
+    code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
     evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
 )  # fmt: skip
 _HINTS = {
@@ -137,7 +137,7 @@ _IMPLIED = {
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
     "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"), "from_ids": ("prompt", "ids"),
 }  # fmt: skip
-"""Feature of the affected tokens -> the kind of fault and the cause it implies."""
+"""Feature shared by the affected tokens -> implied kind and cause."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 

@@ -24,7 +24,7 @@ from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, wher
 CAP_NATS = 3.0
 """Maximum cost of a token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| (nats) of a row that is compared with other rows or positions."""
+"""Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 MIN_SHIFTED = 0.6
 """Minimum share of mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
 cannot be realigned."""
@@ -106,8 +106,8 @@ SHIFT = Fault(
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
-        "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} from some token on (position {{first_place}} to {{last_place}}): the later values "
-        "moved up to fill the gap, and the end of the row is filled with {filler:g}",
+        "lost": f"{_ROWS_OFF} are missing {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
+        "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
 )  # fmt: skip
@@ -117,7 +117,7 @@ RETOKENISED = Fault(
         "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
         "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
         "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that "
-        "token on: the two sides scored different tokens",
+        "token on, so the two sides scored different tokens",
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(

@@ -28,7 +28,7 @@ _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
 MIN_COPIED_TOKENS = 4
-"""Minimum number of bitwise equal logprobs below -1e-3 nats in a row that counts as copied."""
+"""A row counts as copied only if at least this many logprobs below -1e-3 nats are bitwise equal."""
 COPIED_BY_CHANCE = 1e-4
 """Maximum rows expected to be equal by chance, given how often tokens are equal in all other rows."""
 _EVIDENCE = {

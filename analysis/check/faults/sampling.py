@@ -506,7 +506,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 MIN_SIGNS = 0.97
 """Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half do."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave. Different weights leave more."""
+"""Maximum unexplained share of the mismatch at biased ids, given one constant per id. Different weights leave more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
 """Minimum share of the log-odds difference that earlier occurrences explain, and its minimum significance (standard
 errors)."""
