@@ -119,7 +119,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 GAP = 0.06
 """Mean |d| per step (nats) above which the mismatch can bias a run."""
 UNEQUAL = 0.05
-"""Rewards are contradictory if more than this share of repeated responses gets a different reward."""
+"""Rewards are contradictory if a larger share of repeated responses gets a different reward."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3

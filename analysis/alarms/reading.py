@@ -257,7 +257,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
-    """Evaluate every rule at the selected steps. Pass `of_tokens` to reuse the result of `read_token_figures`."""
+    """Evaluate every rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

@@ -33,7 +33,7 @@ from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""If one of these stays NaN or infinite, the run cannot recover."""
+"""The run cannot recover if any of these stays NaN or infinite."""
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")

@@ -99,7 +99,7 @@ NOTES: Mapping[str, str] = {
     "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
     "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
-    "before and after consistently get a different reward. Only an evaluation can show whether the run does worse",
+    "before and after it consistently get a different reward. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "

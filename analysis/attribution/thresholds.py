@@ -13,7 +13,7 @@ LAG_GROWS = 2.0
 LEARNED = 0.1
 """Initial fraction used to determine what is normal for the run, such as the lag."""
 WAS_THERE = 0.5
-"""If more than this fraction of the reward noise was present before the drop, noise is not the cause."""
+"""If more than this fraction of reward noise was already present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
 """Minimum correlation within a step for advantages to follow rewards. It is low because a critic may remove most of the
 reward."""
@@ -41,7 +41,7 @@ MOSTLY_CUT = 0.8
 LENGTH_SHARE = 0.5
 """Rewards count as newly dependent on length only if at least this fraction per step changes."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the share of variance explained by length rises from below the first value to
+"""Rewards start to depend on length if the variance share explained by length rises from below the first value to
 above the second."""
 WEIGHTS_DIFFER = 1e-5
 """Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels cause 1e-7."""

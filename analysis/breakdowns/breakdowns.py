@@ -100,7 +100,7 @@ def _literal(number: float) -> str:
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash for sampling sequences. `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width of the d axis (nats) if every d is 0."""
+"""Half-width (nats) for the d axis if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -123,7 +123,7 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The mismatch along one axis, as [B] arrays: number of tokens, mean |d| and rms of d (nats) in each bin."""
+    """The mismatch along one axis, as [B] arrays: token count, mean |d| (nats) and rms d (nats) per bin."""
 
     start: Array
     """Lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""

@@ -86,7 +86,7 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Share of the tested rows, pairs or steps that are affected."""
+    """Affected share among the tested rows, pairs or steps."""
     since: int | None
     """First affected step, or None if that is the run's first step."""
     is_notice: bool
@@ -123,7 +123,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that make it redundant. It is omitted if one of these is present."""
+"""Finding -> findings that make it redundant. It is omitted if any is present."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -154,7 +154,7 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that chance does not exceed even in a thousand steps."""
+"""How many standard errors chance does not exceed even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
@@ -569,19 +569,19 @@ class AdvantageRule:
     """How advantages are computed from rewards in one step."""
 
     name: str
-    """`own` for the group's mean, `constant`, a key in _OF_OWN, or the name of the baseline or row order that fits.
+    """`own` for the group's mean, `constant`, a key in _OF_OWN, or the baseline or row order that fits, by name.
     Empty if nothing fits, `none` if rewards are equal within every group."""
     correlation: float = 0.0
     """Mean correlation between rewards and advantages within groups."""
     freedom: float = 0.0
     between: float = 0.0
-    """Standard deviation of the groups' mean advantages, relative to the rms advantage."""
+    """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: float = 0.0
     """Correlation between the recorded advantages and those computed by the rule."""
     own: float = 0.0
     """`fit` with the group's mean as the baseline."""
     factor: float | None = None
-    """Scale of the advantages, or None if a usual normalisation by group or batch explains it."""
+    """Advantage scale, or None if a usual normalisation by group or batch explains it."""
 
 
 def rule_of(
@@ -1077,7 +1077,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return which tokens at the end of a row only repeat the previous token, [N] bool."""
+    """Return which tokens at the row's end only repeat the previous token, [N] bool."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))

@@ -71,7 +71,7 @@ from .where import MAX_COVERED, Where, places
 MIN_LOGPROBS = 30
 """Minimum token count for statistics. With fewer, a single token can cause a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence (nats) for an explanation, after subtracting the cost of its parameters. By chance, one run in
+"""Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
@@ -79,9 +79,9 @@ MAX_LEFT = 0.4
 WELL_PREDICTED = 0.1
 """An explanation that leaves less than this share unexplained competes only with others that predict values."""
 MIN_FIRST = 0.6
-"""Minimum probability for listing the kind of fault before its location."""
+"""Minimum probability for listing the fault's kind before its location."""
 MIN_LIKELY = 0.4
-"""Minimum probability for listing the kind of fault in addition to its location."""
+"""Minimum probability for listing the fault's kind in addition to its location."""
 CLEAR_RATIO = 20.0
 """If the mismatch at a place is this many times larger than elsewhere, explanations that cover all tokens are ruled
 out."""

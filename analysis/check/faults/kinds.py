@@ -78,7 +78,7 @@ _HINTS = {
     "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
     "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
     "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
-    "cut": "prompts truncated to a maximum length, or chunks of prompts that were lost",
+    "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
     "group": "another prompt's cached prefix, or prompt parts in a different order",
     "padding": "attention to padding, or positions that include it; only rows with padding are affected",
     "packing": "attention between packed rows; only the first row of each pack is correct",
@@ -329,7 +329,7 @@ _TOKENS = (
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
-"""Maximum number of token ids that count as one place."""
+"""At most this many token ids count as one place."""
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
@@ -354,7 +354,7 @@ ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
     causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
-            "after_some_ids": "tokens after some ids are scored wrongly: the embeddings of these ids may be wrong",
+            "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
             "ids": "tokens with ids above or below a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(

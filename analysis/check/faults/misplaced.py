@@ -22,7 +22,7 @@ from ..pair_data import PairData, allowed_noise, once
 from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when comparing rows (nats), even if one side considers the token impossible."""
+"""Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
 """Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 MIN_SHIFTED = 0.6
@@ -42,7 +42,7 @@ PAIRED_SHARE = 0.15
 MAX_PAIRED_ROWS = 64
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""Number of consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
+"""How many consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
@@ -123,7 +123,7 @@ RETOKENISED = Fault(
 ROW_PAIRING = Fault(
     code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
-    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
+    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values from a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
 MISPLACED = Fault(
     code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order",

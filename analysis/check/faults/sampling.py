@@ -156,7 +156,7 @@ tokens."""
 @dataclass(frozen=True, slots=True)
 class ScaleFit:
     scale: float
-    """Pass b's logits divided by pass a's, i.e. the inverse of the temperature ratio."""
+    """Pass b's logits divided by pass a's, i.e. temperature a / temperature b."""
     lowest: float
     highest: float
     """Bounds on the scale: fits with either side as the reference, widened by two standard errors."""
@@ -344,7 +344,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this (nats) are placeholders such as -100 or -9999, because no sampled token has a probability of 1e-35.
+"""Values below this (nats) are placeholders such as -100 or -9999, because sampled tokens never have probability 1e-35.
 """
 
 
@@ -357,7 +357,7 @@ MAX_MINOR_SHARE = 0.05
 def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Explain larger differences that nearly all have the same sign.
 
-    The mean of exp(-|d|) over sampled tokens is then the probability mass shared by both passes. A token filter raises
+    The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share. A token filter raises
     likely and unlikely logprobs by the same amount. If unlikely tokens differ by far more, one side computes them
     wrongly.
     """
@@ -508,7 +508,7 @@ MIN_SIGNS = 0.97
 MAX_LEFT_BY_BIAS = 0.25
 """Maximum unexplained share of the mismatch at biased ids, given one constant per id. Different weights leave more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
-"""Minimum share of the log-odds difference that earlier occurrences explain, and its minimum significance (standard
+"""Minimum share of the log-odds difference explained by earlier occurrences, and its minimum significance (standard
 errors)."""
 
 
