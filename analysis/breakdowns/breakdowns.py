@@ -240,6 +240,6 @@ def _sequences(
     if num >= len(total):
         return [], ""
     return [f"{KEY.format(rows='')} <= {rows['key'][num - 1].as_py()}"], (
-        f"; {num:,} of their {len(total):,} sequences, chosen by a hash over step and seq_id, to read at most "
+        f"; {num:,} of their {len(total):,} sequences, chosen by a hash of step and seq_id, to read at most "
         f"{max_tokens:,} tokens"
     )
