@@ -1,4 +1,4 @@
-"""Every command of the CLI as a function, imported on first use. Only replays need torch."""
+"""Each CLI command as a function, imported on first use. Only replays need torch."""
 
 from typing import TYPE_CHECKING
 

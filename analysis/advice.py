@@ -12,7 +12,7 @@ class Advice(str):
     command: str
     """Empty if there is no command to run."""
     remark: str
-    """What the command is for, or advice if there is no command. May be empty."""
+    """Purpose of the command, or advice if there is no command. May be empty."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)

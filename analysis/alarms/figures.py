@@ -1,4 +1,5 @@
-"""Rules use only data up to each step (docs/evidence/alerts.md). Shapes: n steps with a value, N sequences."""
+"""Alert rules. At each step, they use only data up to that step (docs/evidence/alerts.md). Shapes: n steps with a
+value, N sequences."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
-"""(steps, values), ascending by step."""
+"""(steps, values), sorted by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that are computed from tokens because no series has them."""
+"""Metrics that no series contains, computed from tokens."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
-"""Per-sequence sums needed for OF_TOKENS and NOT_FINITE."""
 NOT_FINITE = "num_not_finite"
 """Loss tokens per step with a NaN or infinite logprob in either pass."""
 
@@ -60,7 +60,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Share of repeated responses with a different reward (see `repeats`)."""
+"""Share of repeated responses whose reward differs from last time (see `repeats`)."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 
@@ -70,7 +70,7 @@ def is_of_pair(name: str) -> bool:
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run, or None without a value. Recorded infinities become NaN."""
+    """Read a metric in FIGURES for the open run, or None if it was not recorded. Recorded infinities become NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -88,7 +88,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return a metric at the steps that have a value, or None if none has.
+    """Return a metric at the steps where it has a value, or None if there are none.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """
@@ -117,13 +117,13 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 GAP = 0.06
-"""The mismatch can bias a run above this mean |d| in a step (nats)."""
+"""Mean |d| per step (nats) above which the mismatch can bias a run."""
 UNEQUAL = 0.05
-"""If a larger share of repeated responses gets a different reward, rewards contradict each other."""
+"""Rewards are contradictory if a larger share of repeated responses gets a different reward."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Number of consecutive steps above the level before a mismatch or gradient norm alert fires."""
+"""Consecutive steps above the level before a mismatch or gradient norm alert fires."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
@@ -135,12 +135,12 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """[n] True above RATE times the largest earlier five-step median."""
+    """Return [n] bool: the learning rate exceeds RATE times the largest earlier five-step median."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """[n] True after TIMES steps above NORM times the usual value, a 20-step median ending 5 steps earlier."""
+    """Return [n] bool: the last TIMES gradient norms exceed NORM times the 20-step median ending 5 steps earlier."""
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
@@ -153,7 +153,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return [n] medians over `window` values ending `gap` steps before each step, or NaN if there are too few."""
+    """Return the median over the `window` values ending `gap` steps before each step, [n]. NaN if there are too few."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]

@@ -1,4 +1,4 @@
-"""Published levels apply to values logged at a single step, so a single step beyond the level makes an alert fire."""
+"""Published levels apply to single logged values, so a single step beyond the level makes an alert fire."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Alarm:
 
     @property
     def condition(self) -> str:
-        """When the alert fires, e.g. `> 0.001`."""
+        """Condition under which the alert fires, e.g. `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
     @property
     def gate(self) -> str | None:
-        """The equivalent `gate` condition, e.g. `tim.k3>0.001 any step`, or None without a level."""
+        """Equivalent `gate` condition, e.g. `tim.k3>0.001 any step`, or None if there is no level."""
         metric = f"|{self.metric}|" if self.of_size else self.metric
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 
@@ -86,7 +86,7 @@ ALARMS = (
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
-        summary="the sample is plotted (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
+        summary="NeMo-RL plots the sample (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
@@ -135,9 +135,9 @@ class AlarmReading:
     """The metric's value at `worst_step`, or None if the rule has no single value."""
     is_raised: bool
     worst_step: int | None
-    """Step that exceeds the level most, or comes closest to it. None without values."""
+    """Step with the worst value, or None if the rule has no single value."""
     first_step: int | None = None
-    """First step where the alert fires, or None."""
+    """First step where the alert fires, or None if it never does."""
     first_value: float | None = None
     last_step: int | None = None
     num_steps: int = 0
@@ -160,7 +160,7 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule. `whole` covers all steps if `series` covers only some."""
+    """Evaluate every rule. If `series` covers only selected steps, `whole` must cover all steps."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -222,7 +222,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
     if asked.any() and "reward" in series:
         alarm = Alarm(
             who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
-            definition="share of repeated responses with a different reward than before, over 20 steps",
+            definition="share of repeated responses whose reward differs from last time, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
         yield _reading(alarm, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
@@ -257,7 +257,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
-    """Evaluate every rule at the selected steps. `of_tokens` are `read_token_figures` results, or None to read them."""
+    """Evaluate every rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

@@ -33,13 +33,13 @@ from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""If one of these stays NaN or infinite, the run cannot recover."""
+"""The run cannot recover if any of these stays NaN or infinite."""
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
 """Differences in the configuration. They are considered even if the data differ at an earlier step."""
 FELL_TOO = 0.6
-"""If the baseline's relative drop is larger than this fraction of the run's, the baseline counts as collapsed, too."""
+"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
 
 
 def attribute(
@@ -53,12 +53,12 @@ def attribute(
     """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation:
-    the first change need not be the cause. `control` is a baseline run with the same seeds and one change, ideally an
-    exact engine. It turns the first difference into an intervention, and a run that does not rise with it has a `flat`
-    drop. A mismatch that begins after the drop is never its cause.
+    evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation,
+    because the first change need not be the cause. `control` is a baseline run with the same seeds and one change,
+    ideally an exact engine. With a baseline, the result counts as an intervention, and if only the baseline improves,
+    the drop is `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) limits the question to part of the run, so a later collapse is not the answer. Earlier
+    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
     steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -170,11 +170,10 @@ _FACTS = (
 )  # fmt: skip
 _BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Names of fact values that can be the value before and after a change. The view shows the first that a fact has."""
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first in each run. Runs without a drop have no rows."""
+    """Return the SQL view `facts`, strongest first within each run. Runs without a drop have no facts."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))
@@ -259,7 +258,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
     if suspect == "staleness":
         return Advice(
             f"tim-trace replay {trace} --steps {step} --weights-version V-1",
-            "or rerun synchronously: one policy version per step",
+            "or rerun synchronously, with one policy version per step",
         )
     if suspect == "length":
         return Advice(

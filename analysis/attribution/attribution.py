@@ -17,7 +17,7 @@ class Evidence(Statement):
     """Evidence for or against a suspect. `code` is a key in text.EVIDENCE or text.DIFFERENCES."""
 
     points: float
-    """Contribution to the suspect's log odds (natural log). Negative for evidence against it."""
+    """Contribution to the suspect's log odds (natural log). Negative if it counts against the suspect."""
 
 
 SUSPECTS = {
@@ -38,12 +38,12 @@ _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""What to fix for each suspect: `data` or a component named as in `check`."""
+"""Suspect -> component to fix, named as in `check`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""What to fix, by evidence that is conclusive because it compares identical prefixes or rows."""
+"""Evidence code -> component to fix. This evidence is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -90,17 +90,17 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """The likely cause if the run got worse without a drop in rewards. Only an evaluation would show that."""
+    """The likely cause if the run got worse although its rewards did not drop. Only an evaluation can show that."""
 
     suspects: tuple[Suspect, ...]
-    """Most probable first. `unknown` is missing if identical responses get a different reward from `step` on."""
+    """Most probable first, without `unknown` if rewards for identical responses change at `step`."""
     step: int
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""A suspect above this probability is reported as the cause. It is then more likely than all others together."""
+"""Probability above which a suspect is reported as the cause. It is then more likely than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
 
@@ -124,17 +124,17 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The `steps` option as given. Evidence may also come from other steps (see `facts.changes.known_run`)."""
+    """The `steps` option as given. Evidence may also come from steps outside this selection."""
     control: str | None
     kind: str
-    """`intervention` if both runs begin with the same prompts and, after a drop, their differences point to one
+    """`intervention` if there is a baseline with the same prompts and, after a drop, the differences point to one
     suspect, else `observation`."""
     num_steps: int
     outcome: str
-    """Series used to detect a drop: a logged evaluation, else the reward. Empty without either."""
+    """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes in or shortly before the onset interval: largest first, consequences last. Empty without a drop."""
+    """Changes during or shortly before the onset, largest first and consequences last. Empty without a drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first. Empty without a drop."""
     facts: tuple[Fact, ...] = ()
@@ -146,7 +146,7 @@ class Attribution(Result):
 
     @property
     def supposed_cause(self) -> SupposedCause | None:
-        """`supposed` if one suspect in it outweighs all others together."""
+        """Return `supposed` if one of its suspects is more likely than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
         return self.supposed if is_one else None
@@ -163,7 +163,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code for the suspect that outweighs all others together, or None."""
+        """Code for the suspect that is more likely than all others together, or None if there is none."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
@@ -171,6 +171,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect except `unknown`, or None below MIN_PROBABILITY_OF_SUSPECT."""
+        """The most probable suspect except `unknown`, or None if it is below MIN_PROBABILITY_OF_SUSPECT."""
         named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
         return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

@@ -6,7 +6,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum number of characters in the facts table. It keeps the whole brief at about 4,000 tokens."""
+"""Maximum characters in the facts table. Keeps the whole brief at about 4,000 tokens."""
 _WEAK = 0.05
 _OPEN = 0.05
 _ALIKE = 3.0
@@ -22,15 +22,15 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
-    "pairing": ("Do advantages still follow the rewards in their own rows?",
+    "pairing": ("Does each row's advantage still follow its own reward?",
         "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
         "GROUP BY step ORDER BY step"),
-    "truncation": ("Do responses start to end at a length limit?",
+    "truncation": ("Do responses begin to hit a length limit?",
         "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, "
         "count(DISTINCT response_ids[-1]) AS last_tokens FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
-    "reference": ("Did the distance to the reference or the KL coefficient change?",
+    "reference": ("Did the distance to the reference model or the KL coefficient change?",
         "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
     "advantages": ("Did the advantages change in sign, scale or mean?",
         "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "

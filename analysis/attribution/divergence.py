@@ -1,7 +1,7 @@
 """Find the first difference between a run and its baseline.
 
-The runs are identical before it, so it must have caused all later ones. Within a step, data are compared in causal
-order: prompts, sampled responses, rewards, reference, advantages, updated weights.
+Both runs are identical up to that point, so the first difference must have caused all later ones. Within a step, data
+are compared in causal order: prompts, sampled responses, rewards, reference, advantages, updated weights.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
 _ROUNDING = 1e-9
-"""Largest difference (nats) caused by summation order between mean logprobs in bitwise identical runs."""
+"""Maximum difference between mean logprobs (nats) that can result from summation order alone."""
 _EXACT = 5
-"""After this many bitwise identical steps, even the smallest difference is real."""
+"""After this many bitwise identical steps, even the smallest difference counts as real."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     code: str
     step: int
-    """First step that differs. For weights, the step with the update that made them differ."""
+    """First step where the runs differ. If their weights differ, the step whose update made them differ."""
     num_before: int
     is_sudden: bool = True
     """True if the weights were bitwise identical until then, False if rounding had made them drift apart."""
@@ -43,7 +43,7 @@ class _Step:
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of prompts found in both runs. They can differ if the trainer selects prompts by reward."""
+    """Share of prompts that occur in both runs. It can be below 1 if the trainer selects prompts by reward."""
 
     @property
     def equal_N(self) -> np.ndarray:

@@ -16,9 +16,9 @@ class Fact(Statement):
     level: float
     """Strength from -1 to 1."""
     group: str = ""
-    """Distinguishes facts with the same code, e.g. by a changed setting's suspect."""
+    """Distinguishes facts with the same code, e.g. by the suspect that a changed setting points to."""
     kind: str = ""
-    """Common feature of several codes in the model. Usually empty."""
+    """Model feature that several codes share. Usually empty."""
 
     @property
     def feature(self) -> str:
@@ -40,7 +40,7 @@ def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: 
 
 
 def of_ratio(after: float, before: float, most: float) -> float:
-    """Convert a ratio to a logarithmic level: 1 if `after` >= `most` * `before`, -1 if `before` >= `most` * `after`."""
+    """Convert a ratio to a level on a log scale: 1 if `after` >= `most` * `before`, -1 if `before` >= `most` * `after`."""
     if not (math.isfinite(after) and math.isfinite(before)) or min(after, before) < 0:
         return 0.0
     return float(np.clip(math.log((after + 1e-12) / (before + 1e-12)) / math.log(most), -1.0, 1.0))

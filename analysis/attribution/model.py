@@ -1,4 +1,4 @@
-"""model.json has two logistic regressions (with and without baseline), fitted by
+"""model.json contains two logistic regressions (with and without a baseline), fitted by
 benchmarks/laboratories/left_out.py."""
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
-"""(explaining features, features explained away), applied in order. Any declared lag fully explains old weights."""
+"""Pairs of (explaining features, features they explain away), applied in order."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return each feature's strongest fact, reduced by the share that other facts explain."""
+    """Return the strongest fact for each feature, weakened by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -65,7 +65,8 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline (first the earliest, then by strength) and where they diverge."""
+    """Return how a run differs from its baseline (the earliest difference first, the rest by strength) and where the
+    two diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -74,7 +75,7 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference, or None if it follows the drop, grew from rounding, or is due to the seed."""
+    """Return the first difference, or None if it comes after the drop, grew out of rounding, or is due to the seed."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted
@@ -124,11 +125,11 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are nearly tied if a fact supports each by at least this fraction of its strongest support."""
+"""Suspects are nearly tied if a fact supports each at least this much, relative to the one it supports most."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:
-    """Return the suspect a fact supports most (in a near tie, the most probable), or `unknown`."""
+    """Return the suspect that a fact supports most, or `unknown`. Near ties go to the most probable suspect."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

@@ -30,7 +30,8 @@ from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Steps before and after a drop used to compare rewards with lengths, and the minimum needed on each side."""
+"""Steps before and after a drop in which rewards are compared with lengths, and the minimum number of steps on each
+side."""
 _ENOUGH = 20
 
 
@@ -124,7 +125,7 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Repeated responses since the onset, or since the end of the onset's interval if only later rewards are
+        """Repeated responses since the onset, or since the end of its interval if only rewards after that are
         misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
@@ -189,7 +190,7 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Reward variance explained by length within a step, before and after the onset, if it rises enough."""
+        """Share of reward variance within steps that length explains, before and after the onset, if it rises enough."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -252,7 +253,7 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """The step up to the drop where advantages stop following rewards within groups."""
+        """Step before or at the drop from which advantages no longer follow rewards within groups."""
         if self.fall is None:
             return None
         steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")

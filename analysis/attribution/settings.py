@@ -22,7 +22,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Words in setting names by suspect. The first match decides. Norm clipping belongs to the optimizer."""
+"""Suspect -> words in setting names. The first match decides. Norm clipping belongs to the optimizer."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -42,7 +42,7 @@ _MEASURED = (
 
 
 def suspect_of(setting: str) -> str:
-    """Return a setting's suspect, or `unknown`. The last part of the name takes precedence."""
+    """Return the suspect that a setting belongs to, or `unknown`. The last part of the name takes precedence."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):

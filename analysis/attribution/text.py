@@ -21,38 +21,38 @@ EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
-    "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's: the loss has no extra term",
+    "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's, so the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began, so it is a consequence of the drop",
-    "not_sampled_so": "since the drop, sampled tokens have a mean -logprob of {surprisal:.2g} nats but an entropy of only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
-    "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
+    "not_sampled_so": "since the drop, sampled tokens have a mean -logprob of {surprisal:.2g} nats but an entropy of only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before), so they are not sampled from the logprobs that the engine returns",
+    "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}): they are cut off",
-    "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
-    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference as under a strong KL term",
+    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so they are cut off",
+    "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
+    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some have the wrong sign",
+    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
-    "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} identical trainer logprobs: the engine gets no new weights",
+    "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} have identical trainer logprobs, so the engine gets no new weights",
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the scoring weights, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
-    "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes: the engine kept those weights",
+    "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, the engine's logprobs match the trainer's {version} steps earlier for {share:.0%} of {num_agreeing:,} prefixes",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
-    "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step: it gets new weights",
-    "mismatch_steady": "the mismatch appears with the first updates and then stays constant: the weights may lag a few updates behind",
+    "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step, so the engine does get new weights",
+    "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the weights may lag a few updates behind",
     "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, differing by {mean_difference:.2g} on average",
-    "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: the reward measures something else",
+    "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}, so the reward measures something else",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, but only {unequal_ordered_share:.0%} with {order}",
-    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
+    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before), so rewards are in the wrong rows",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
     "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
@@ -68,7 +68,7 @@ EVIDENCE: Mapping[str, str] = {
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Sentences about a run by fact code. DIFFERENCES has those about a run and its baseline."""
+"""Fact code -> sentence about a run. DIFFERENCES has the sentences that compare a run with its baseline."""
 
 _FIRST = "first difference at step {step}: "
 _EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
@@ -96,10 +96,10 @@ DIFFERENCES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
-    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, a collapse "
-    "cannot be seen in it",
+    "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
+    "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
-    "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
+    "before and after it consistently get a different reward. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "

@@ -9,39 +9,39 @@ OF_NO_SCATTER = 10.0
 BEGUN = 0.1
 """The mismatch has begun once it reaches this fraction of its size at the drop's onset."""
 LAG_GROWS = 2.0
-"""The engine is too far behind at this multiple of its usual lag. Slow sequences increase the lag by less."""
+"""The engine counts as too far behind if its lag reaches this multiple of the usual lag. Slow sequences cause less."""
 LEARNED = 0.1
-"""Fraction of the run, from its start, that defines what is normal, such as the lag."""
+"""Initial fraction used to determine what is normal for the run, such as the lag."""
 WAS_THERE = 0.5
-"""If more than this fraction of the reward noise was present before the drop, noise is not the cause."""
+"""If more than this fraction of reward noise was already present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
 """Minimum correlation within a step for advantages to follow rewards. It is low because a critic may remove most of the
 reward."""
 ADVANTAGE_AGREES = 0.7
 """Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
 CHANGED = 0.05
-"""Maximum fraction of rewards that can change without a change of verifier."""
+"""The verifier counts as changed only if more than this fraction of rewards changes."""
 FEW_CHANGED = 10
-"""Minimum number of changed rewards before the verifier counts as changed."""
+"""How many rewards must change before the verifier counts as changed."""
 ABRUPT = 10.0
-"""A mismatch that grows by this factor in one step jumps. Training alone causes slower growth."""
+"""A mismatch counts as jumping if it grows by this factor in one step. Training alone causes slower growth."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio between two runs' mismatches for them to differ. With the same engine, it reaches 1.5 by chance."""
+"""Minimum ratio for two runs' mismatches to count as different. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several
 months."""
 MIXED = 0.5
-"""Minimum ratio between changed rewards and those a shuffle within groups would change, for rewards to be mixed up."""
+"""Rewards count as mixed up if at least this fraction as many change as in a shuffle within groups."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Minimum number of sequences with shared prompts. Trainers that drop groups with equal rewards differ in prompts."""
+"""Minimum number of sequences with shared prompts. Prompts differ if trainers drop groups with equal rewards."""
 MOSTLY_CUT = 0.8
 """A length limit explains different responses if at least this fraction of them just end early."""
 LENGTH_SHARE = 0.5
-"""Minimum fraction of rewards per step that differ if the reward starts to depend on length."""
+"""Rewards count as newly dependent on length only if at least this fraction per step changes."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the share of variance explained by length rises from below the first value to
+"""Rewards start to depend on length if the variance share explained by length rises from below the first value to
 above the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Minimum difference (nats) between a response's mean logprobs under different weights. fp32 kernels cause 1e-7."""
+"""Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels cause 1e-7."""

@@ -100,7 +100,7 @@ def _literal(number: float) -> str:
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash for sampling sequences. `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width of the d axis (nats), if every d is 0."""
+"""Half-width (nats) for the d axis if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -123,7 +123,7 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The mismatch along one axis, as [B] arrays: number of tokens, mean |d| and rms of d (nats) in each bin."""
+    """The mismatch along one axis, as [B] arrays: token count, mean |d| (nats) and rms d (nats) per bin."""
 
     start: Array
     """Lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
@@ -141,7 +141,7 @@ class Breakdowns:
     num_recorded_tokens: int
     """Response tokens in the whole run."""
     how: str
-    """Which tokens were read, as a sentence."""
+    """Describes in a sentence which tokens were read."""
     d_edges: Array
     """[Y + 1] bin edges (nats), symmetric about 0. The first and last bins include values beyond them."""
     density: np.ndarray
@@ -149,21 +149,21 @@ class Breakdowns:
     profiles: dict[str, Profile]
     """Profiles by `position`, `length` and, if recorded, `entropy`; tokens with a non-finite entropy are excluded."""
     envelope: float | None
-    """Constant c (nats), such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of c
-    / 2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
+    """Constant c (nats), such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
+    to c / 2 would cause such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """Queries for the same numbers over the whole run, by `density`, `position`, `length` or `entropy`."""
+    """SQL queries that return the same numbers for the whole run. Keys: `density`, `position`, `length`, `entropy`."""
 
 
 def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the first open run's mismatch, or None if no token in the loss is finite in both passes.
+    """Break down the first open run's mismatch, or return None if no token in the loss is finite in both passes.
 
-    Reads only the first use of each sequence (iteration 0), at up to `max_steps` steps: the `notable` ones, and others
-    evenly spaced. Above `max_tokens` tokens, whole sequences are sampled by hashing step and seq_id, so row order does
-    not matter.
+    Only the first use of each sequence (iteration 0) is read, at up to `max_steps` steps: the `notable` ones, and
+    others evenly spaced. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step
+    and seq_id, so row order does not matter.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -240,6 +240,6 @@ def _sequences(
     if num >= len(total):
         return [], ""
     return [f"{KEY.format(rows='')} <= {rows['key'][num - 1].as_py()}"], (
-        f"; {num:,} of their {len(total):,} sequences, those with the lowest hash of step and seq_id, to read at most "
+        f"; {num:,} of their {len(total):,} sequences, chosen by a hash of step and seq_id, to read at most "
         f"{max_tokens:,} tokens"
     )

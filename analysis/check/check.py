@@ -40,23 +40,23 @@ class CheckResult(Result):
 
     trace: str
     pair: str
-    """Names of the compared passes as a:b. d is logprob(a) - logprob(b)."""
+    """The compared passes as a:b. d is logprob(a) - logprob(b)."""
     steps: str = ALL_STEPS
     num_tokens: int
-    """Number of tokens in the loss that have a finite logprob in both passes."""
+    """Tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Number of these tokens that were inspected one by one. The others only contribute to sums."""
+    """How many were inspected one by one. The others only contribute to sums."""
     rms_d: float
-    """Root mean square of d (nats)."""
+    """RMS d (nats)."""
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token covered by several
-    findings belongs to the first."""
+    """How many inspected tokens are explained by each finding, by rounding, and by nothing. A token that several findings
+    explain counts for the first."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Keys of text.NOTES: tests that the trace does not support, and remarks about its data."""
+    """Keys in text.NOTES, for remarks and for tests that the trace does not support."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts. Empty if there was only one."""
 
@@ -94,7 +94,7 @@ def check(
 
 
 def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] = NEEDED_SUMS) -> PairData:
-    """Read everything the detectors need. `sums` are columns of schemas.sums.
+    """Read everything the detectors need. `sums` names columns in schemas.sums.
 
     Raises NothingToCompare if the passes share no token.
     """

@@ -1,5 +1,5 @@
-"""Shell commands that confirm a finding. If a command needs weights that the trace lacks, the advice supplies them
-first."""
+"""Shell commands that confirm a finding. If a command needs weights that are not in the trace, the advice first says
+how to supply them."""
 
 from __future__ import annotations
 
@@ -80,11 +80,9 @@ _COLUMNS = {
     "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
     "total_length": "num_prompt_tokens + num_response_tokens",
 }  # fmt: skip
-"""Feature -> column of `sequences`, or the SQL expression that computes it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
-    """Group the mismatch by a column of `sequences` or, for one pass, of `scores`."""
     table, name, passed = "sequences", column, ""
     if column.startswith(("writer_", "contract_", "version_")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
@@ -116,7 +114,6 @@ def engine_weights(data: PairData) -> Advice:
 
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
-    """Split the mismatch at one step between trainer and engine, with a dtype other than pass a's `dtype`."""
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 

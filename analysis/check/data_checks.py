@@ -30,16 +30,16 @@ from .where import part_of_rows, rank_of
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn"),
-    "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts: there is nothing to learn within a group. Rewards may be cached by prompt"),
+    "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts, so there is nothing to learn within a group. Rewards may be cached by prompt"),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline"),
-    "rows_alone": ("rows are alone in their group", "{num:,} rows are alone in their group although other rows in the step have the same prompt: their baseline is their own reward"),
+    "rows_alone": ("rows are alone in their group", "{num:,} rows are alone in their group although other rows in the step have the same prompt, so their baseline is their own reward"),
     "advantages_constant": ("constant advantages", "at {num_steps} steps, advantages are equal within each group (mean {value:g}) although rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
-    "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}: rewards were changed after advantages were computed, or part of each group has its own baseline"),
-    "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0: rounding error divided by a tiny standard deviation"),
-    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
+    "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}, so either rewards were changed after advantages were computed, or part of each group has its own baseline"),
+    "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
+    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
     "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all others follow the group's mean and scale"),
@@ -49,29 +49,29 @@ KINDS = {
     "baseline_unknown": ("advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits"),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})"),
-    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except that the {end} ones ({zeros:.3g} on average) have 0"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
     "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response, although {setting} implies one advantage per response"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
-    "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses repeat the previous step's"),
+    "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step"),
     "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
-    "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count toward the loss but were not sampled"),
-    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat: several rows share a seed, or rows were reused"),
-    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
-    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have more than the max_tokens of {limit:,.0f}, up to {length:,}: the engine runs with a different limit"),
-    "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else: it ends the response, and the tokens after it were sampled, or filled in, and count"),
-    "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token: padding is recorded as part of the prompt"),
+    "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so several rows share a seed or rows were reused"),
+    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have the full length {length} and no end token but say 'stop', and {num_length:,} are shorter and end with an end token but say 'length'"),
+    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
+    "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),
+    "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is not a weighted sum of the reward functions, but fits {explanation}"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}"),
-    "metric_late": ("a logged metric belongs to another step", "{name} is logged one step {late} the rows that it averages, at all {num:,} logged steps: values are under the wrong step"),
-    "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps: the KL is 0 by construction, because the reference shares the policy's weights, or no update has changed them"),
+    "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step"),
+    "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them"),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
-    "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}: the entropies are in bits, not nats"),
-    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}): each entropy belongs to the {which} position"),
+    "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats"),
+    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled"),
 }  # fmt: skip
@@ -86,11 +86,11 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Affected share of the judged rows, pairs or steps."""
+    """Affected share among the tested rows, pairs or steps."""
     since: int | None
-    """First affected step. None if that is the run's first step."""
+    """First affected step, or None if that is the run's first step."""
     is_notice: bool
-    """True if a healthy run may have this property on purpose."""
+    """True if this can be intentional in a healthy run."""
     numbers: Numbers = field(default_factory=dict)
     next: Advice
     """SQL command that shows the finding."""
@@ -123,7 +123,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that explain it, so that it is left out."""
+"""Finding -> findings that make it redundant. It is omitted if any is present."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -140,7 +140,7 @@ FROM (
 )
 ORDER BY step, place
 """
-"""One row per sequence. Hashes are 0 where not recorded. `largest` and `is_per_token` cover the tokens in the loss."""
+"""One row per sequence. Missing hashes are 0. `largest` and `is_per_token` only consider tokens in the loss."""
 _RESPONSES = """
 SELECT step, hash(prompt_ids, response_ids) AS response, row_number() OVER () AS place FROM sequences
 WHERE {condition} ORDER BY step, place
@@ -154,14 +154,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that chance does not exceed even in a thousand steps."""
+"""Chance stays below this many standard errors even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
     "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
+"""Rule -> code, for rules with which a group's advantages still sum to about 0."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
@@ -211,20 +211,19 @@ class _Run:
 
     @cached_property
     def responses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows with inspected tokens, [N] bool, and hashes of their prompts and responses."""
+        """Return which rows have inspected tokens, [N] bool, and a hash over each row's prompt and response."""
         is_large = self.rows["length"].sum() > MAX_READ_TOKENS
         condition = f"step IN ({self.inspected})" if is_large else "true"
         read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def setting(self, name: re.Pattern[str], value: re.Pattern[str]) -> str:
-        """Return the first setting with a matching name and value as `name = value`, or an empty string."""
+        """Return the first setting whose name and value match, formatted as `name = value`, or an empty string."""
         given = ((key, str(each)) for key, each in self.settings.items())
         return next((f"{key} = {each}" for key, each in given if name.search(key) and value.search(each)), "")
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the first step after which most steps are affected (or the first affected step of a temporary fault).
-        None if that is the run's first step."""
+        """Return the step at which a fault begins, or None if that is the run's first step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -263,7 +262,6 @@ def _values(run: _Run) -> Iterator[DataFinding]:
 
 
 def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards that are equal in the whole run or from some step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if known.sum() < 8:
@@ -286,7 +284,6 @@ def _constant_rewards(run: _Run) -> Iterator[DataFinding]:
 
 
 def _rewards_by_prompt(run: _Run) -> Iterator[DataFinding]:
-    """Find rewards that are equal within every group although responses differ, in the whole run or from some step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if known.sum() < 8:
@@ -458,9 +455,9 @@ def _unequal(
 ) -> tuple[str, np.ndarray, Numbers] | None:
     """Find groups whose advantages have no consistent baseline.
 
-    Equal rewards have different advantages, advantages are not 0 although all rewards are equal, or advantages no
-    longer sum to 0 because rows were removed. `group` holds [N] group numbers that differ between steps. Returns the
-    code, the affected rows ([N] bool), and the numbers.
+    Either equal rewards have different advantages, or all rewards are equal and advantages are not 0, or advantages do
+    not sum to 0 because rows were removed. `group` [N] has different numbers at different steps. Returns the code, the
+    affected rows ([N] bool), and the numbers.
     """
     if any(rule.name in _OF_OWN for rule in rules.values()):
         return None  # advantages that depend on more than the rewards
@@ -512,7 +509,7 @@ def _unequal(
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
     """Find rows whose sign or scale differs, rows with advantage 0, and steps where only some rows are divided by the
-    standard deviation. Returns the same as `_unequal`."""
+    standard deviation. Returns the same values as `_unequal`."""
     centred = r - mean_of(group, r)
     spread = np.sqrt(mean_of(group, centred**2))
     asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
@@ -569,23 +566,22 @@ def _fault_if_changed(finding: DataFinding) -> DataFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """The rule that turns one step's rewards into advantages."""
+    """How advantages are computed from rewards in one step."""
 
     name: str
-    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the matching baseline or reward order. Empty if
-    nothing fits, `none` if rewards are equal within every group."""
+    """`own` for the group's mean, `constant`, a key in _OF_OWN, or the baseline or row order that fits, by name.
+    Empty if nothing fits, `none` if rewards are equal within every group."""
     correlation: float = 0.0
     """Mean correlation between rewards and advantages within groups."""
     freedom: float = 0.0
-    """Rows minus groups."""
     between: float = 0.0
-    """Spread between the groups' mean advantages, relative to rms advantage."""
+    """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: float = 0.0
     """Correlation between the recorded advantages and those computed by the rule."""
     own: float = 0.0
     """`fit` with the group's mean as the baseline."""
     factor: float | None = None
-    """Scale of the advantages, if no usual normalisation by group or batch explains it."""
+    """Advantage scale, or None if a usual normalisation by group or batch explains it."""
 
 
 def rule_of(
@@ -597,7 +593,7 @@ def rule_of(
     *,
     explain: bool,
 ) -> AdvantageRule:
-    """Fit one step's rule from rewards to advantages [N]. Without `explain`, only compute their correlation.
+    """Find the rule that gives advantages [N] from rewards in one step. Without `explain`, only correlate the two.
 
     `label` holds [N] group labels in order, `length` [N] response tokens, and `near` [N] rewards from other steps.
     """
@@ -720,7 +716,8 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation where x is finite, or 0 for fewer than 8 rows or if x or y is constant up to rounding."""
+    """Return the correlation where x is finite, or 0 if there are fewer than 8 rows or one side is constant up to
+    rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
     if len(x) < 8:
         return 0.0
@@ -824,20 +821,20 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Logged:
-    """A logged metric next to the rows' mean, at E steps."""
+    """A logged metric and the mean computed from the rows, at E steps."""
 
     name: str
     later: int
-    """Steps between the logged value and the rows' own step."""
+    """How many steps after its rows the metric is logged."""
     ends: np.ndarray
     """[E] indices of the steps with a logged value."""
     value: np.ndarray
     distance: np.ndarray
-    """[E] distance from the rows' mean at that step."""
+    """[E] difference from the rows' mean at that step."""
     off: np.ndarray
     """[E] bool: the value contradicts the rows."""
     is_sample: bool
-    """True if most values differ. They do if other rows were averaged."""
+    """True if most values differ, which suggests that other rows were averaged."""
 
     @property
     def asked(self) -> np.ndarray:
@@ -925,7 +922,7 @@ def _equal(run: _Run, a: str, b: str) -> list[tuple[Any, ...]]:
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Find a ratio of 1 at every token although the weights were updated in between or the dtypes differ."""
+    """Find importance ratios that are all 1 although the weights were updated in between or the dtypes differ."""
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(run.database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
@@ -946,7 +943,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         elif (
             a == "current" and (loss := read_loss(run.settings)) is not None and loss.has_clip and loss.denominator == b
         ):
-            reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
+            reason, is_notice = "clipping has no effect, which is correct only with one update per batch", True
         else:
             continue
         numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[2] for row in equal), "reason": reason}
@@ -985,7 +982,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return the weights and the constant that turn the parts into every reward, if they exist."""
+        """Return weights and a constant that reproduce every reward from its parts, or None if there are none."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
@@ -1026,7 +1023,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     explanation = next((name for name, moved in tried.items() if weights_of(moved) is not None), "")
     total = np.nansum(parts * [declared.get(name, 1.0) for name in names], axis=1)
     if not explanation and np.abs(np.trunc(total[there]) - reward[there]).max() < least:
-        explanation = "their sum without its fraction: it passed through an integer"
+        explanation = "their sum without its fraction, as after conversion to an integer"
     if explanation:
         yield run.finding("rewards_differ", everywhere, at, _BY_ROW, {"explanation": explanation})
 
@@ -1072,7 +1069,7 @@ def _after_end(run: _Run) -> Iterator[DataFinding]:
 
 
 def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
-    """Return the sample, its engine pass and its other pass, or None without an engine pass."""
+    """Return the sample, its engine pass and its other pass, or None if there is no engine pass."""
     sample = run.sample
     if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return None
@@ -1080,7 +1077,7 @@ def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return which tokens only repeat the previous token up to the end of their row, [N] bool."""
+    """Return which tokens at the row's end only repeat the previous token, [N] bool."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -1215,7 +1212,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
 
 
 def _entropies(run: _Run) -> Iterator[DataFinding]:
-    """Find entropies in bits or shifted by a token. At any given entropy, -logprob averages that entropy."""
+    """Find entropies recorded in bits or one token off. Correct entropies equal -logprob on average."""
     if (sample := run.sample) is None:
         return
     at = run.sampled_at

@@ -1,7 +1,8 @@
 """Explain a mismatch.
 
-Recorded facts come first. Then the explanation that fits the remaining tokens best is accepted, again and again.
-Finally, the rest is located and classified. Each token is explained by rounding, by a cause, or not at all.
+Recorded facts are tested first. Then the explanation that best fits the remaining tokens is accepted, repeatedly.
+Finally, the remaining mismatch is located and classified. Each token is explained by rounding, by a cause, or not at
+all.
 """
 
 from __future__ import annotations
@@ -68,22 +69,22 @@ from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, l
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum number of tokens for statistics. With fewer, a single token can account for a third of the sum of squares."""
+"""Minimum token count for statistics. With fewer, a single token can cause a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation after subtracting the cost of its parameters (nats). By chance, one run in
+"""Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share competes only with others that predict values."""
+"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
 MIN_FIRST = 0.6
-"""Minimum probability for listing a kind before the finding that says which part of the run is affected."""
+"""Minimum probability for listing the fault's kind before its location."""
 MIN_LIKELY = 0.4
-"""Minimum probability for reporting a kind in addition to the tokens' location."""
+"""Minimum probability for listing the fault's kind in addition to its location."""
 CLEAR_RATIO = 20.0
-"""Minimum ratio of the mismatch inside a place to the mismatch outside. Above it, explanations that cover all tokens
-are ruled out."""
+"""If the mismatch at a place is this many times larger than elsewhere, explanations that cover all tokens are ruled
+out."""
 _MAX_PARTS = 3
 _MAX_PLACES = 16
 
@@ -91,7 +92,7 @@ _VALUES = (
     find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
     find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
-"""Explanations that predict d, or its sign, for each token."""
+"""Explanations that predict each token's d or its sign."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations that make one side a fixed function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed, find_neighbours)
@@ -187,8 +188,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add a place to the first finding, if it covers only some tokens and nearly all tokens beyond rounding are at that
-    place."""
+    """If the first finding covers only some tokens, add the place where nearly all tokens that rounding cannot explain
+    are."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -203,8 +204,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step where it begins or the few steps (at most five) it is confined to, unless
-    chance can explain why it is absent elsewhere."""
+    """Add to the first finding the step where it begins, or the steps (at most five) it is confined to, unless this
+    could be chance."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -225,8 +226,8 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Label a finding as visible only after correcting for `behind`. Its command is dropped because it reads the
-    original trace."""
+    """Label a finding as visible only after correcting for `behind`, and drop its command, which reads the uncorrected
+    trace."""
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
@@ -237,10 +238,10 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop the explanations that a place rules out.
+    """Drop explanations that do not fit the mismatch's location.
 
-    If nearly all tokens beyond rounding are at one place and the others agree, an explanation that covers all tokens
-    without predicting values is wrong about the others.
+    If nearly all tokens that rounding cannot explain are at one place and the others agree, an explanation that covers
+    all tokens without predicting values is wrong about the others.
     """
     off = nobodys(data)
     exact = any(
@@ -291,8 +292,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or a simpler one with at least half of that gain. None if the gain
-    is too small."""
+    """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the gain is
+    too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
     found = [
         each
@@ -324,11 +325,11 @@ def _parts(data: PairData) -> tuple[str, ...]:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if a place really locates the mismatch.
+    """Return True if the mismatch is confined to a place.
 
-    Rounding must explain the mismatch outside, and most tokens beyond rounding must be inside. The mismatch inside must
-    be larger than rounding can explain, or much larger than outside. For a writer, contract or setting, a factor of
-    three is enough, because rounding does not depend on these.
+    Rounding must explain the mismatch outside it, and most tokens that rounding cannot explain must be inside. The
+    mismatch inside must be larger than rounding can explain, or much larger than outside. For a writer, contract or
+    setting, a factor of three is enough, because rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:

@@ -13,7 +13,7 @@ from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
 
 _SAME = 1e-5
-"""Maximum relative difference between two logged numbers that count as equal."""
+"""Relative difference up to which two logged numbers count as equal."""
 _SHOWS = 1e-4
 """Minimum policy change per update (nats per token) that makes a loss term visible in the gradient norm."""
 

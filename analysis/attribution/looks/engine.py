@@ -13,7 +13,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d| (nats) where `weighs` is 0.5. Healthy bf16 runs show 0.002 to 0.01."""
+"""Mean |d| (nats) at which `weighs` returns 0.5. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
@@ -85,7 +85,7 @@ def age(facts: Facts) -> Iterator[Fact]:
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """Yield the sampling lag in updates. A constant lag is normal in asynchronous training."""
+    """Yield how many updates the engine lags behind. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
     recorded = facts.values("version_lag")
@@ -99,7 +99,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield whether -logprob exceeds the entropy. They match on average for tokens sampled from these logprobs."""
+    """Yield whether mean -logprob exceeds mean entropy. The two match if tokens are sampled from these logprobs."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
@@ -126,7 +126,7 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:
-    """Return the sampling lag (updates) at the onset and while the run was still learning, or 0 if unknown."""
+    """Return the engine's lag (updates) at the onset and while the run was still learning, or 0 if unknown."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():

@@ -154,7 +154,7 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""A change of this size counts half. Much smaller ones hardly count."""
+"""Change at which a fact has half its full strength. Much smaller changes hardly count."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:

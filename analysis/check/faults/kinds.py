@@ -1,4 +1,4 @@
-"""Faults known only by kind or place, without a prediction for each token, and the fault-free verdicts."""
+"""Faults known only by kind or place, with no prediction for each token, and verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2
-"""Minimum probability for reporting the second most probable kind as well."""
+"""Minimum probability for also reporting the second most probable kind."""
 MAX_ROUNDING = 0.1
-"""A mismatch no larger than rounding is a fault only if the probability of rounding is below this.
+"""A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
-With each author left out of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of H100 executions fall below
-it. An author with far sharper random policies has 64 of 495 runs below it, or 14 if the fit includes three quarters of
-that author's kinds.
+In cross-validation by author, none of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. For one author with
+far sharper random policies, 64 of 495 runs do, or 14 if the fit includes three quarters of that author's kinds.
 """
 CLEAR_LAG = 2.5
-"""Minimum |along_movement| for saying which side's weights are behind (standard errors)."""
+"""Minimum |along_movement| (standard errors) for saying which side's weights are behind."""
 CLEAR_FADE = 4.0
-"""Decline of the mismatch along responses above which weights alone cannot explain it (standard errors). In the 45 runs
-with stale or quantised weights used to choose this bound, it is at most 2.7."""
+"""If the mismatch declines along responses by more than this (standard errors), weights alone cannot explain it. In the
+45 runs with stale or quantised weights used to choose this bound, it is at most 2.7."""
 TAIL_RATIO = 10.0
-"""Minimum logit error of a tail token, in multiples of the median. Rounding alone reaches 6 to 8."""
+"""Minimum logit error for a tail token, divided by the median error. Rounding alone reaches 6 to 8."""
 
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
@@ -72,18 +71,18 @@ COMPUTATION = Fault(
     words={"equal_weights": judged_words, "judged": judged_words},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
-    code="not_repeatable", title="one side gives the same tokens different values", broken="computation",
+    code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
     evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
 )  # fmt: skip
 _HINTS = {
     "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
     "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
     "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
-    "cut": "prompts truncated to a maximum length, or chunks of prompts that were lost",
-    "group": "the cached prefix of a different prompt, or a prompt whose parts are in a different order",
+    "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
+    "group": "another prompt's cached prefix, or prompt parts in a different order",
     "padding": "attention to padding, or positions that include it; only rows with padding are affected",
     "packing": "attention between packed rows; only the first row of each pack is correct",
-    "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to different ones",
+    "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids",
 }
 ROW_CONTEXT = Fault(
     code="row_context", title="the two sides read different contexts", broken="computation",
@@ -92,7 +91,7 @@ ROW_CONTEXT = Fault(
     causes={
         "prompt": "the two sides read different prompts",
         "cut": "one side truncates long prompts or reads only part of them",
-        "group": "the two sides read different prompts: some prompts have the prefix of a different one",
+        "group": "the two sides read different prompts, because some prompts have another prompt's prefix",
         "turns": "later turns have a different context",
         "neighbours": "padding is attended to, or packed rows attend to each other",
         "padding": "padding is attended to or included in positions",
@@ -120,7 +119,7 @@ ROUTER_FLIPS = Fault(
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the mismatch looks like a mixture of experts"
+            else "the mismatch has the pattern of a mixture of experts"
         }
     },
 )  # fmt: skip
@@ -138,7 +137,7 @@ _IMPLIED = {
     "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
     "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"), "after_ids": ("prompt", "ids"), "from_ids": ("prompt", "ids"),
 }  # fmt: skip
-"""Feature of the affected tokens -> the kind and cause it implies."""
+"""Feature shared by the affected tokens -> implied kind and cause."""
 _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
@@ -172,7 +171,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 def _begins_later(data: PairData, place: Where) -> bool:
     """Return True if the mismatch at the place is not yet larger than elsewhere at the first step.
 
-    This points to stale weights. A different context has its effect from the first step.
+    This points to stale weights, because a different context has an effect from the first step on.
     """
     steps = data.sample.steps[data.seq]
     first = steps == steps.min()
@@ -190,9 +189,9 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding implied by a place that consists of `tokens` ([N] bool), or None.
+    """Return the finding implied if exactly `tokens` ([N] bool) are affected, or None.
 
-    If values are related, only padding and packing imply a finding, because different replicas may have served the
+    Unless `is_unrelated`, only padding and packing imply a finding, because different replicas may have served the
     prompts.
     """
     inside = tokens[data.keep]
@@ -287,9 +286,9 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in a mixture of experts: a few tokens differ by far more than the others, in both directions.
+    """Detect router flips in a mixture of experts: a few tokens differ far more than all others, in both directions.
 
-    `off` ([K] bool) marks the tokens that rounding does not explain.
+    `off` ([K] bool) marks the tokens that rounding cannot explain.
     """
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
@@ -330,7 +329,7 @@ _TOKENS = (
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
-"""Maximum number of token ids that count as one place."""
+"""At most this many token ids count as one place."""
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
@@ -355,7 +354,7 @@ ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
     causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
-            "after_some_ids": "tokens after some ids are scored wrongly: the embeddings of these ids may be wrong",
+            "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
             "ids": "tokens with ids above or below a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(

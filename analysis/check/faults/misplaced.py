@@ -22,9 +22,9 @@ from ..pair_data import PairData, allowed_noise, once
 from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when comparing rows (nats), even if one side considers the token impossible."""
+"""Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| (nats) of a row that is compared with other rows or positions."""
+"""Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 MIN_SHIFTED = 0.6
 """Minimum share of mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
 cannot be realigned."""
@@ -33,7 +33,8 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost of each lag change within a row (nats): about two unrelated tokens, so that noise causes none."""
+"""Cost of a lag change within a row (nats). Two unrelated tokens cost about as much, so noise does not cause lag
+changes."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
@@ -41,11 +42,11 @@ PAIRED_SHARE = 0.15
 MAX_PAIRED_ROWS = 64
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""Number of consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
+"""How many consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to some token (position {{first_place}} to {{last_place}}), and beyond it once shifted by {{lags}} tokens: "
+_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), and after it only if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -89,7 +90,7 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
-    causes={"own": "one side's rows are shifted by different numbers of tokens: wrong padding or offsets",
+    causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)",
             "neighbour": "some tokens have their neighbours' values",
             "reversed": "one side's values are in reverse order",
             "lost": "some of one side's values are missing, and later values have moved up"},
@@ -105,8 +106,8 @@ SHIFT = Fault(
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
-        "lost": f"{_ROWS_OFF} lack {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
-        "moved up to fill the gap, and the end of the row is filled with {filler:g}",
+        "lost": f"{_ROWS_OFF} are missing {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
+        "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
 )  # fmt: skip
@@ -116,16 +117,16 @@ RETOKENISED = Fault(
         "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
         "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
         "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that "
-        "token on: the two sides scored different tokens",
+        "token on, so the two sides scored different tokens",
     },
 )  # fmt: skip
 ROW_PAIRING = Fault(
     code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording",
     words={"other_rows": _pair_words},
-    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values of a different row in the same or a neighbouring step: {{pairs}}"},
+    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values from a different row in the same or a neighbouring step: {{pairs}}"},
 )  # fmt: skip
 MISPLACED = Fault(
-    code="misplaced", title="one side's values belong to different tokens: blocks or rows are in the wrong order",
+    code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order",
     broken="recording", words={"found_elsewhere": _order_words},
     evidence={
         "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within "
@@ -190,8 +191,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the shift that brings each row of pass b closest to pass a, [R] tokens: one of LAGS, or the shift at which
-    WIDTH consecutive values from the middle of the row match best."""
+    """Return each row's best shift of pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive values
+    from mid-row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -214,8 +215,8 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the quantity that equals the size of each shift, such as `padding of 8` or `place of 8` in blocks of 8
-    rows, or `padding of step`. Empty if there is none."""
+    """Return what each row's shift is equal to, e.g. `padding of 8` or `place of 8` for 8-row blocks, or `padding of
+    step`. Empty if unknown."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -412,7 +413,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """For each kept token, return the token whose value in pass a equals its value in pass b, [K] index or -1. None if
+    """Return, for each kept token, the token whose value in pass a equals its value in pass b, [K] index or -1. None if
     too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 

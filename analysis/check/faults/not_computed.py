@@ -1,4 +1,4 @@
-"""Values that no forward pass computed for the sampled token: missing, constant or copied, or tokens that were never
+"""Values that no forward pass computed for the sampled token (missing, constant or copied), and tokens that were never
 sampled."""
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. Below it, a few sequences were cut off, and `stats` counts them."""
+"""Minimum share of NULL logprobs for a finding. Fewer come from a few cut-off sequences, which `stats` counts."""
 MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of different token ids, for testing a value. Placeholders are not tied to one id."""
+"""Minimum number of tokens (and of token ids) that share a value before it can count as a placeholder."""
 _SHARED_FACTOR = 10
-"""A value found in both passes is a placeholder if it occurs in this many times more contexts than nearby values."""
+"""A value found in both passes is a placeholder if it occurs in this many times as many contexts as nearby values."""
 _REPEATED_FACTOR = 3
 """The same factor for a value found in only one pass."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
 MIN_COPIED_TOKENS = 4
-"""Minimum number of bitwise equal logprobs below -1e-3 nats in a row that counts as copied."""
+"""A row counts as copied only if at least this many logprobs below -1e-3 nats are bitwise equal."""
 COPIED_BY_CHANCE = 1e-4
-"""Maximum number of rows that chance may make equal, judging by the share of equal tokens in all other rows."""
+"""Maximum rows expected to be equal by chance, given how often tokens are equal in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
-    "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and are included in the loss",
+    "{mean_entropy:.3g}, so they come from a prompt or a tool, not from sampling, and are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
@@ -58,7 +58,7 @@ _EVIDENCE = {
 }
 _REASONS = {
     "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
-    "after_end": "; these tokens follow the first end token of the response, so padding is included in the loss",
+    "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
     "floor": "; all tokens with a lower logprob in {other} have this value, so {side} is cut off there",
     "none": "",
 }
@@ -242,9 +242,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if one pass's value at the tokens `where` ([N] bool) is not their logprob.
+    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob.
 
-    The other pass is then as far from the value there as elsewhere or, if the value is a floor, always below it.
+    The other pass then differs from it there as much as elsewhere or, if the value is a floor, is always below it.
     """
     rest = data.keep & ~where
     off = other.logprobs[where] - value

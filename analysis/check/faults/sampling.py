@@ -44,8 +44,8 @@ TEMPERATURE = Fault(
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
-        "({num_values} different ones, {least:g} to {largest:g}): {side} applies each row's temperature, but "
-        "{other} applies the same one to all rows",
+        "({num_values} different ones, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
+        "{other} uses one temperature for all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
     causes={"scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
@@ -61,12 +61,12 @@ TRUNCATION = Fault(
     },
     evidence={
         "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: "
-        "{num_ids:,}), where {other} has {other_mean:.3g} nats on average: {side} forbids these ids, but sampling "
+        "{num_ids:,}), where {other} has {other_mean:.3g} nats on average, so {side} forbids these ids, but sampling "
         "allowed them",
         "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} "
-        "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere): {side} masks "
+        "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere), so {side} masks "
         "improbable tokens that sampling kept",
-        "kept_mass": "{side}'s logprobs are never below {other}'s: they were renormalised over the tokens that "
+        "kept_mass": "{side}'s logprobs are never below {other}'s, so they were renormalised over the tokens that "
         "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at "
         "the lowest{recorded_text}",
     },
@@ -87,7 +87,7 @@ PADDED_VOCABULARY = Fault(
     "lacks",
     broken="computation",
     evidence={
-        "lost_mass": "{side}'s logprobs are never above {other}'s: {side} gives {lost_mass:.3g} of its probability to "
+        "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to "
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
         "or a vocabulary shard that {other} lacks"
     },
@@ -114,14 +114,14 @@ PENALTY = Fault(
         "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
         "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
         "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob "
-        "difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats: "
-        "one side shifts the logits of some tokens, as with a logit bias or a penalty",
+        "difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats, "
+        "so one side shifts the logits of some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
         "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
-        "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest): these sequences were sampled at "
+        "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest), so these sequences were sampled at "
         "a different temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0: "
-        "sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0, "
+        "so sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
         "nats{recorded_text}",
     },
     words={
@@ -142,8 +142,8 @@ PENALTY = Fault(
 # --- A factor on the logits
 
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one logit factor must explain, with either side as the reference. Other faults
-that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
+"""Minimum share of the mismatch that one factor on the logits must explain, with either side as the reference. Other
+faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
 MIN_SHIFT = 0.004
 """Minimum |log T| for reporting a temperature T. Rounding to bfloat16 scales logits by less."""
 MAX_TEMPERATURE = 20.0
@@ -156,12 +156,12 @@ tokens."""
 @dataclass(frozen=True, slots=True)
 class ScaleFit:
     scale: float
-    """1 / temperature of pass b relative to pass a."""
+    """Pass b's logits divided by pass a's, i.e. temperature a / temperature b."""
     lowest: float
     highest: float
-    """Range of the scale: fits with either side as the reference, plus two standard errors."""
+    """Bounds on the scale: fits with either side as the reference, widened by two standard errors."""
     r2: float
-    """Share of the variance of d explained by the scale, for the reference that explains less."""
+    """Share of d's variance explained by the scale, using the reference that explains less."""
     score: float
     """Distance between the scale and 1, in standard errors."""
     residual: np.ndarray
@@ -169,10 +169,10 @@ class ScaleFit:
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Explain d by a factor between the two passes' logits.
+    """Explain d by a constant factor between the two passes' logits.
 
-    It is fitted to the log-odds and, if entropies are recorded, to logprob + entropy. Tokens in the same context
-    determine it exactly.
+    The factor is fitted to the log-odds and, if entropies are recorded, to logprob + entropy. Tokens in the same
+    context determine it exactly.
     """
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
@@ -344,20 +344,20 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this (nats) are placeholders such as -100 or -9999, because no sampled token has a probability of 1e-35.
+"""Values below this (nats) are placeholders such as -100 or -9999, because sampled tokens never have probability 1e-35.
 """
 
 
 MIN_ONE_SIDED = 0.6
 """Minimum |mean d| / mean |d| for a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
 MAX_MINOR_SHARE = 0.05
-"""Maximum share of the larger differences with the opposite sign. With rounding alone, it is half."""
+"""Maximum share of the larger differences that may have the opposite sign. With rounding alone, half do."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Explain larger differences that nearly all have the same sign.
 
-    The mean of exp(-|d|) over sampled tokens is then the probability mass shared by both passes. A token filter raises
+    The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share. A token filter raises
     likely and unlikely logprobs by the same amount. If unlikely tokens differ by far more, one side computes them
     wrongly.
     """
@@ -506,10 +506,10 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 MIN_SIGNS = 0.97
 """Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half do."""
 MAX_LEFT_BY_BIAS = 0.25
-"""Maximum share of the mismatch at biased ids that one constant per id may leave. Different weights leave more."""
+"""Maximum unexplained share of the mismatch at biased ids, given one constant per id. Different weights leave more."""
 MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
-"""Minimum share of the log-odds difference explained by earlier occurrences, and minimum significance of their effect
-(standard errors)."""
+"""Minimum share of the log-odds difference explained by earlier occurrences, and its minimum significance (standard
+errors)."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
