@@ -66,15 +66,15 @@ class Location(Findings, Result):
     gap_rms: float
     """Rms d = logprob(b) - logprob(a) (nats)."""
     explained: float | None
-    """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them, or None without a
-    mismatch."""
+    """Share of mean d^2 explained by all operators' own errors, to first order (1 if there are no interactions). None
+    if there is no mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
     kept: str | None = None
     """The result's path in the trace, or None if not stored."""
     not_kept: str | None = None
-    """Why the result could not be stored. None if it was, or with `keep` off."""
+    """Why the result could not be stored, or None if it was stored or `keep` is off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:

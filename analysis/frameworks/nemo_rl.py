@@ -30,7 +30,6 @@ class NemoRl(Framework):
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """NeMo-RL's mean of sequence ratios is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )

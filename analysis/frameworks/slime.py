@@ -32,9 +32,9 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options for slime's truncated importance sampling and averaging, and for mis.py in its examples.
+    """Options for slime's truncated importance sampling and loss averaging, and for its example mis.py.
 
-    The defaults for mis.py are from mis.yaml in the same folder.
+    Defaults for mis.py are those in its mis.yaml.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound of token ratios (2.0).", metavar="C")

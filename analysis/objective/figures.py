@@ -1,7 +1,6 @@
-"""Formulas for an objective's figures. Their input is totals over sequences: numbers, or one element per update or
-resample.
+"""Formulas for an objective's figures, computed from totals over sequences.
 
-Shapes: N sequences.
+A total is a number, or has one element per update or resample. Shapes: N sequences.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Required data (MISMATCH, DRIFT, ADVANTAGE, see pass_roles), and CLIP if the loss must clip."""
+    """Data that must be recorded (MISMATCH, DRIFT, ADVANTAGE), and CLIP if the loss must have a clip."""
     of_correction: bool = False
-    """True if the figure needs a loss with a correction."""
+    """True if the figure exists only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Possible values. Intervals are clipped to this range."""
     in_tails: float | None = None
-    """Measured coverage of the 95% interval in runs dominated by a few tokens, if below 90%. See benchmarks/coverage.py
-    and docs/evidence/intervals.md."""
+    """Coverage of the 95% interval measured in runs dominated by a few tokens, or None if it is at least 90%. See
+    benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
@@ -67,7 +66,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the covariance. To avoid cancellation, totals must be centred near the means."""
+    """Return the covariance. Totals must be centred near the means to avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -144,7 +143,7 @@ FIGURES: Mapping[str, FigureFormula] = {
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that the loss defines and the recorded data allow."""
+    """Return the figures that exist for this loss and can be computed from the recorded data."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -153,9 +152,10 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return the [N] columns that the formulas need as totals, over the run or over each group in `place_N`.
+    """Return the [N] columns whose totals the formulas need.
 
-    Squares and products are centred on the group's median sequence mean, to avoid cancellation.
+    To avoid cancellation, squares and products are centred on the median of the sequence means, over the run or over
+    each group in `place_N`.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -182,7 +182,7 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Evaluate the figures for each element of the totals. NaN where the divisor is 0."""
+    """Evaluate the figures. NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -27,9 +27,9 @@ class Differences:
     advantage_T: Array
     """0 if not recorded."""
     counts_T: np.ndarray | None
-    """bool: the token is unmasked and has a finite logprob in every pass. None if true everywhere."""
+    """True for unmasked tokens with a finite logprob in every pass. None if true everywhere."""
     known_T: np.ndarray | None
-    """bool: `counts_T`, and the token has an advantage. None if true everywhere."""
+    """True for tokens in `counts_T` that have an advantage. None if true everywhere."""
     num_N: Array
     """Number of tokens in `counts_T`."""
     known_N: Array
@@ -50,14 +50,14 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """`ratio_used`, times the correction weight in vespo."""
+    """In vespo, `ratio_used` times the correction weight. Otherwise `ratio_used`."""
     weight: Array | float
-    """Correction weight. 1 in vespo, where `ratio_applied` includes it."""
+    """Correction weight, or 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
     """Number of tokens per term."""
     sign_N: Array | None
-    """Sign of the advantage, if it is the same for all terms in a sequence."""
+    """Sign of each sequence's advantage, or None if advantages vary within a sequence."""
     known_N: Array
     """Number of terms with an advantage."""
     starts_N: np.ndarray
@@ -153,7 +153,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Multiply a sequence's token ratios, and its weights. The log of a product is clamped to +-20 nats."""
+    """Return terms with products over each sequence's tokens, whose logs are clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

@@ -44,7 +44,7 @@ class PassRoles:
     """The loss's current policy, or `train` if no such pass was recorded."""
     loss: Loss
     known: frozenset[str]
-    """Which of MISMATCH, DRIFT and ADVANTAGE the trace has data for."""
+    """Recorded data: a subset of MISMATCH, DRIFT and ADVANTAGE."""
     notes: tuple[Statement, ...]
     """Caveats, as codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -86,16 +86,16 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles whose passes must be read, leaving out roles that reuse another pass."""
+    """Return the roles whose passes must be read. A role that reuses another role's pass is left out."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield a row for every sequence and inner iteration that went through the loss in `steps`, even without tokens.
+    """Yield a row for each sequence and inner iteration that went through the loss in `steps`, even without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if the
-    response has tokens and every pass has one logprob per token.
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if
+    the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -133,7 +133,7 @@ recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and where its settings come from, as codes in sentences.loss_basis.
+    """Return the loss, and codes for where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
     recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
@@ -169,7 +169,6 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Keep only the denominator and the correction of a loss whose kind will change."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -39,11 +39,11 @@ num_nan, num_inf: unmasked tokens with a NaN or infinite logprob. d = train - ro
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms by the advantage's sign. Sizes and biases are multiplied by the term's number of tokens.
+"""Sums over terms, split by the sign of the advantage. Sizes and biases are multiplied by the term's number of tokens.
 
-size: |f(rho*)|. used: w f(rho_used), with w the loss's correction weight. plain: f(rho_used) - f(rho*). applied: w
-f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped: terms clipped under rho*. to_clipped: only under
-rho_used. to_free: only under rho*.
+size: |f(rho*)|. used: w f(rho_used), with the loss's correction weight w. plain: f(rho_used) - f(rho*). applied: w
+f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped, to_clipped, to_free: number of terms clipped under
+rho*, only under rho_used, and only under rho*.
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
@@ -73,7 +73,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return token counts by name, and the log-ratios."""
+    """Return the token counts by name, and the tokens' log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -116,7 +116,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return trainer, engine and current logprobs. The trainer's replace a missing pass."""
+    """Return trainer, engine and current logprobs. A missing pass is replaced with the trainer's."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -140,7 +140,7 @@ class SequenceSums:
     update_N: np.ndarray
     """Index of the row's update in `updates`."""
     share_N: Array
-    """Factor that the loss applies to each token's term within its update."""
+    """Weight that the loss gives each of the row's tokens in its update."""
     num_rows_U: np.ndarray
     """Number of sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
@@ -152,7 +152,7 @@ class SequenceSums:
 class _Batch:
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: the row's logprobs can be compared."""
+    """True if the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
     """Number of unmasked tokens."""
     columns_CN: np.ndarray
@@ -222,7 +222,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number of unmasked tokens, with or without logprobs, [R]."""
+    """Return the number of unmasked tokens per row [R], with or without logprobs."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -234,7 +234,7 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, as [R] arrays. They determine the loss's divisors."""
+    """[R] arrays for all rows that went through the loss. They determine the loss's divisors."""
 
     update_R: np.ndarray
     """Index of the row's update."""
@@ -248,9 +248,9 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the factor that the loss applies to each token's term, [R].
+    """Return the weight that the loss gives each of a row's tokens, [R].
 
-    With aggregation `sequence`, it is the factor for the sequence's single term. An update without recorded micro-
+    With aggregation `sequence`, it is the weight of the sequence's single term. An update without recorded micro-
     batches is treated as one batch.
     """
     update_R = rows.update_R
@@ -269,12 +269,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return the updates in which every row's micro-batch was recorded, [U] bool."""
+    """Return whether every row of an update has a recorded micro-batch, [U] bool."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the tokens in the row's micro-batch times the number of micro-batches in its update, [R]."""
+    """Return the size of each row's micro-batch (tokens) times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

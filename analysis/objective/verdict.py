@@ -43,9 +43,9 @@ class Objective(Result):
     num_updates: int
     """Number of updates (one per step and inner iteration). Each has a row in `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration. Means divide by it."""
+    """Number of sequences that went through the loss, counted once per inner iteration. Means are over these."""
     num_sequences: int
-    """Number of sequences with an unmasked token that has a finite logprob in every pass."""
+    """Number of sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
@@ -94,8 +94,8 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. This is tim-trace's
-convention: rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
+"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. By convention,
+because a bias of 0.1% is invisible in the noise of the rewards, but one of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:

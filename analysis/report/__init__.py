@@ -1,1 +1,1 @@
-"""Reports on runs, each in one file that can be read in a minute."""
+"""Single-file reports on runs, short enough to read in a minute."""

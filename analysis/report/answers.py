@@ -46,9 +46,9 @@ class Answer:
     code: str
     """`unknown` if the trace cannot answer the question.
 
-    Otherwise, by question: validity: `valid`, or the first fault. factor: the first finding, or `replay`. size and
-    objective: a key of the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`, or the
-    cause.
+    Other values depend on the question. validity: `valid`, or the first fault. factor: the first finding, or `replay`.
+    size and objective: a key in the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`,
+    or the cause.
     """
     severity: str
     """GOOD, NOTICE, BAD or OPEN."""
@@ -58,7 +58,7 @@ class Answer:
     basis: str = ""
     """What the answer is based on: a token count, an interval or a probability."""
     detail: str
-    """The evidence, in the words of the command that found it."""
+    """Evidence, as worded by the command that found it."""
     question: str = ""
     """Key of QUESTIONS."""
     command: str = ""
@@ -163,7 +163,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias if its sign is certain, otherwise for the noise."""
+    """Return the code for the net bias if its sign is clear, otherwise for the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):

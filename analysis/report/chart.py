@@ -63,7 +63,7 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
-    """Unique name for the chart's file and its element in the page."""
+    """Unique name, used for the chart's file and for its element in the page."""
     title: str
     unit: str
     """Unit of the values. Empty if dimensionless."""
@@ -76,7 +76,7 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
-        """True if the chart has only a remark."""
+        """True if there is a remark but nothing to draw."""
         return False
 
 
@@ -104,7 +104,7 @@ class Heatmap(Chart):
     """Tokens per cell, [Y, X]."""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
-    """True if the outermost rows also count values beyond the y axis."""
+    """True if the outermost rows also count values outside the y axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
