@@ -198,7 +198,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum number of sequences per query. A larger step gets its own query."""
+"""Maximum sequences per query. A larger step gets its own query."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -231,7 +231,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes, which a writer is appending right now")
+        found.append(f"{source.torn_bytes} bytes that a writer is still appending")
     return found
 
 
@@ -273,7 +273,7 @@ def _judged(source: Source) -> list[str]:
         judged = source.liveness[state.writer]
         who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
         if judged.how == RESTARTED:
-            found.append(f"{who} has ended: this machine was restarted since its last sign of life")
+            found.append(f"{who} has ended: this machine has been restarted since its last heartbeat")
         elif judged.how == AGE and judged.silent_s is None:
             found.append(
                 f"{who} counts as live: its process cannot be seen from here, and the age of its files is unknown"
@@ -281,7 +281,7 @@ def _judged(source: Source) -> list[str]:
         elif judged.how == AGE:
             counts = "live" if judged.is_alive else "ended"
             found.append(
-                f"{who} counts as {counts}: its process cannot be seen from here, and its last sign of life was "
+                f"{who} counts as {counts}: its process cannot be seen from here, and its last heartbeat was "
                 f"{duration(judged.silent_s or 0.0)} ago (limit: {duration(SILENT_S)})"
             )
     return found

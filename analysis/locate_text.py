@@ -47,13 +47,13 @@ def location_text(found: Location, width: int | None = None) -> str:
     if found.engines:
         facts.append(("vllm", "eager: not compiled, no CUDA graphs, no prefix cache"))
     if found.unseen:
-        facts.append(("unmatched", f"{', '.join(found.unseen)}: in one execution only"))
+        facts.append(("unmatched", f"{', '.join(found.unseen)}: run in only one execution"))
     facts += [("unchecked", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
         facts.append(
             (
                 "",
-                "the other operators can be checked without these; to check them too, run code that computes each one "
+                "other operators are checked as usual; to check these too, run code that computes each operator "
                 "separately, such as transformers",
             )
         )

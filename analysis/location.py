@@ -25,7 +25,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """Share of mean d^2 due to one operator kind or layer in one execution."""
+    """How much one operator kind or layer contributes to mean d^2 in one execution."""
 
     side: str
     kind: str
@@ -41,7 +41,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of mean d^2 removed by running one side's operators with the other side's code."""
+    """How much mean d^2 shrinks if one side's operators run the other side's code."""
 
     patch: str
     taker: str
@@ -54,7 +54,7 @@ class PatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Findings, Result):
-    """Where two executions diverge on sequences of a step, and how much each operator contributes."""
+    """Where two executions diverge within a step, and how much each operator contributes."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 

@@ -55,7 +55,7 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Minimum number of pairs in a comparison, and of responses found both before and after a step."""
+"""Minimum pairs in a comparison, and minimum responses found both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
 """If a prefix's -logprob is below this (nats), it is so certain that new weights have no visible effect."""
 

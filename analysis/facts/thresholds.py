@@ -5,17 +5,17 @@ from __future__ import annotations
 AHEAD = 3.0
 """Search for causes from this many steps before the drop's onset interval."""
 AT_ONCE = 0.35
-"""The mismatch exists from the start if, at the first step, it is above this fraction of its later size."""
+"""The mismatch exists from the start if it exceeds this fraction of its later size at the first step."""
 GROWTH = 1.6
 """The mismatch grows if its median in the last quarter is this many times its median between 10% and 50% of the run."""
 
 EARLIER_AGREES = 0.5
 """The engine has earlier weights if this fraction of its prefix logprobs matches the trainer's from one earlier step,
-or from a fixed number of steps back. In 57 collapses caused by the mismatch, at most 0.14 matched."""
+or from a fixed number of steps back. In 57 collapses caused by the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
 """Minimum number of matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio of matching prefixes to chance matches for that report. In other collapses, it reaches 2.3."""
+"""Minimum ratio between matching prefixes and chance matches, also for that report. Other collapses reach 2.3."""
 STILL = 0.5
 """The engine is not receiving new weights if this fraction of repeated prefixes gets bitwise identical engine logprobs.
 If it receives them every second step, half of the prefixes do."""
@@ -29,34 +29,35 @@ terms in the reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards are in the wrong rows if reordering them leaves less than this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15
-"""Maximum Kolmogorov-Smirnov distance, and difference in means (standard deviations), of matching rewards."""
+"""Rewards match up to this Kolmogorov-Smirnov distance and this difference in means (standard deviations)."""
 SAME_REWARDS_SD = 2.5
-"""Means may also differ by this many standard errors if that is more."""
+"""Matching rewards may also differ by this many standard errors in the mean, if that is more."""
 MOST = 0.5
 """A reward or reference model has changed if this fraction of repeated responses gets a different value."""
 REFERENCE_MOVES = 0.05
-"""Minimum change in a response's mean reference logprob (nats). A change in bf16 kernels causes 0.01."""
+"""Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause 0.01."""
 SAME_ORDER = 0.95
 """If old and new rewards for identical responses correlate more than this, only the scale has changed."""
 LENGTH_PAYS = 0.5
-"""The reward depends on length if they correlate more than this within groups. Correct rewards correlate less."""
+"""The reward depends on length if the two correlate more than this within groups. Correct rewards correlate less."""
 LENGTH_EXPLAINS = 0.8
-"""Length explains reward differences if they correlate more than this."""
+"""Length explains reward differences if the two correlate more than this."""
 LENGTH_IS_ALL = 0.98
 """Replaces LENGTH_EXPLAINS if only some of the rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """Replaces LENGTH_EXPLAINS for correlations within steps, and for a length bonus that grows over time."""
 ALMOST_ALL = 0.9
-"""If the reward starts to depend on length, at least this fraction of rewards changes."""
+"""Minimum fraction of changed rewards if the reward starts to depend on length."""
 MOVES_SD = 6.0
-"""A series has moved if it differs from its earlier level by this many of its earlier standard deviations."""
+"""A series has moved if it differs from its earlier level by this many standard deviations."""
 MOVES_ON = 0.6
 """A move lasts if two of the next three steps differ by at least this fraction of MOVES_SD."""
 BREAKS_SD = 4.0
-"""A correlation is lost if it drops by this many of its earlier standard deviations."""
+"""A correlation is lost if it drops by this many standard deviations."""
 BREAKABLE = 0.2
 """Correlations below this cannot count as lost."""
 BREAK_LOSES = 0.5
 """A correlation counts as lost if it stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Reward differences among responses with equal baseline rewards are tested separately above this variance share."""
+"""Reward differences among responses with equal baseline rewards are tested separately if they account for this share
+of the variance."""

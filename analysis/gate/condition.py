@@ -55,7 +55,7 @@ class Condition:
     any_step: bool
     """True if a single step beyond the bound fails the gate."""
     last: int
-    """Number of last steps to evaluate together, or 0 for the whole run."""
+    """How many last steps to evaluate together. 0 for the whole run."""
 
     def judged(self, value: float) -> float:
         return abs(value) if self.of_size else value
@@ -163,7 +163,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """`stats` columns that are maxima, mapped to their per-sequence columns."""
 
 MOST_NULL = 0.5
-"""A metric is inconclusive if more than this share of the tokens in the loss lacks a logprob."""
+"""A metric is inconclusive if more than this share of loss tokens lacks a logprob."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 

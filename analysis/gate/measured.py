@@ -180,7 +180,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Measure a quantile of |d|, with an interval from the share of tokens above it (Woodruff 1952)."""
+        """Measure a quantile of |d|, with an interval derived from the token share above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -197,7 +197,7 @@ class Run:
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
         how = f"bootstrap-t over {num_groups:,} groups for the share of tokens above the value"
-        how += ": ends at the largest value" if high == largest else ""
+        how += "; the interval ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:

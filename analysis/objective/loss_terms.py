@@ -31,11 +31,8 @@ class Differences:
     known_T: np.ndarray | None
     """True for tokens in `counts_T` that have an advantage. None if true everywhere."""
     num_N: Array
-    """Number of tokens in `counts_T`."""
     known_N: Array
-    """Number of tokens in `known_T`."""
     advantage_N: Array
-    """Mean over the sequence's tokens."""
     has_one: bool
     """True if each sequence has a single advantage."""
     starts_N: np.ndarray
@@ -55,16 +52,12 @@ class LossTerms:
     """Correction weight, or 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens per term."""
     sign_N: Array | None
     """Sign of each sequence's advantage, or None if advantages vary within a sequence."""
     known_N: Array
-    """Number of terms with an advantage."""
     starts_N: np.ndarray
-    """Index of each sequence's first term."""
 
     def sums(self, loss: Loss) -> dict[str, Array]:
-        """Sum each sequence's terms. Returns [N] arrays by name."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
@@ -153,7 +146,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return terms with products over each sequence's tokens, whose logs are clamped to +-20 nats."""
+    """Return vespo's terms, with products of token ratios and weights. Their logs are clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

@@ -39,11 +39,11 @@ num_nan, num_inf: unmasked tokens with a NaN or infinite logprob. d = train - ro
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms, split by the sign of the advantage. Sizes and biases are multiplied by the term's number of tokens.
+"""Sums over terms, split by the advantage's sign. Sizes and biases are multiplied by the term's token count.
 
 size: |f(rho*)|. used: w f(rho_used), with the loss's correction weight w. plain: f(rho_used) - f(rho*). applied: w
-f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped, to_clipped, to_free: number of terms clipped under
-rho*, only under rho_used, and only under rho*.
+f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped, to_clipped, to_free: terms clipped under rho*, only
+under rho_used, and only under rho*.
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
@@ -51,7 +51,6 @@ COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for sid
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
-    """Return the [C, N] sums named in COLUMNS."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -134,17 +133,15 @@ class SequenceSums:
     """[N] sums in a fixed order, one element per comparable row."""
 
     unit_N: np.ndarray
-    """Hash of the row's group (group_id and step), or of its sequence without a group."""
+    """Hash of the row's group (group_id and step), or of its sequence if it has no group."""
     updates: list[tuple[int, int]]
     """(step, inner iteration) of each update."""
     update_N: np.ndarray
-    """Index of the row's update in `updates`."""
     share_N: Array
-    """Weight that the loss gives each of the row's tokens in its update."""
+    """The loss's weight for each token in the row."""
     num_rows_U: np.ndarray
-    """Number of sequences that went through the loss, including those without a comparable token."""
+    """Sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
-    """True if every sequence has a recorded micro-batch."""
     columns: dict[str, Array]
 
 
@@ -154,7 +151,6 @@ class _Batch:
     is_whole_R: np.ndarray
     """True if the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
-    """Number of unmasked tokens."""
     columns_CN: np.ndarray
     num_read: int
 
@@ -222,7 +218,6 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number of unmasked tokens per row [R], with or without logprobs."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -237,9 +232,8 @@ class LossRows:
     """[R] arrays for all rows that went through the loss. They determine the loss's divisors."""
 
     update_R: np.ndarray
-    """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Number of unmasked tokens, with or without logprobs."""
+    """Unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
 
     @property
@@ -248,10 +242,10 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the weight that the loss gives each of a row's tokens, [R].
+    """Return the loss's weight for each token in a row, [R].
 
-    With aggregation `sequence`, it is the weight of the sequence's single term. An update without recorded micro-
-    batches is treated as one batch.
+    With aggregation `sequence`, the weight is for the sequence's single term. An update without recorded micro-batches
+    is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -269,12 +263,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return whether every row of an update has a recorded micro-batch, [U] bool."""
+    """Return whether every row in an update has a recorded micro-batch, [U] bool."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the size of each row's micro-batch (tokens) times the number of micro-batches in its update, [R]."""
+    """Return tokens in the row's micro-batch, times micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -19,10 +19,10 @@ class Estimate:
     value: float | None
     """None if the divisor is 0."""
     low: float | None
-    """Interval over groups. Both ends are None if `no_interval` is set."""
+    """Interval from resampling groups. Both ends are None if `no_interval` is set."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval, if there is none."""
+    """Why the interval is missing, or None."""
     meaning: str
 
 
@@ -34,27 +34,27 @@ class Objective(Result):
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """Steps to analyse, as given."""
+    """Steps to analyse, as passed to `objective`."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
     """Where the loss settings come from, as codes in sentences.loss_basis."""
     passes: tuple[str, str, str]
     """Passes that serve as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
-    """Number of updates (one per step and inner iteration). Each has a row in `steps`."""
+    """Updates, one per step and inner iteration. Each has a row in `steps`."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration. Means are over these."""
+    """Sequences that went through the loss, counted once per inner iteration. Means are over these."""
     num_sequences: int
-    """Number of sequences with at least one unmasked token that has a finite logprob in every pass."""
+    """Sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
+    """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Number of tokens with a NaN logprob in any pass, left out everywhere."""
+    """Tokens with a NaN logprob in any pass. They are left out everywhere."""
     num_inf: int
-    """Number of tokens with an infinite logprob in any pass, left out everywhere."""
+    """Tokens with an infinite logprob in any pass. They are left out everywhere."""
     num_groups: int
-    """Number of groups. Intervals resample groups."""
+    """Groups, the units resampled for intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Direction, size and location of the bias, as codes in sentences.VERDICT."""
@@ -94,8 +94,8 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Thresholds on the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. By convention,
-because a bias of 0.1% is invisible in the noise of the rewards, but one of 5% is not."""
+"""Limits for the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. By convention, because
+rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -123,7 +123,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the bias's sign and size if its interval excludes 0, otherwise the size of the noise.
+    """Return the bias's sign and size if its interval excludes 0, otherwise the noise level.
 
     Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
     opposite sign.

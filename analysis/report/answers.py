@@ -140,7 +140,7 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights act on it",
+            code="in_ratio", severity=NOTICE, short="part of the loss's ratio, so clipping and weights act on it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip
@@ -156,7 +156,7 @@ def objective_answer(subject: Subject) -> Answer:
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code, severity=BAD if size >= LARGE else NOTICE if pushes else GOOD, short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute biases{free}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as the sum of absolute biases{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )  # fmt: skip
