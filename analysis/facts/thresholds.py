@@ -15,13 +15,12 @@ or from a fixed number of steps back. In 57 collapses caused by the mismatch, th
 EARLIER_FEWEST = 8
 """Minimum number of matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio between matching prefixes and chance matches, also for that report. Other collapses reach 2.3."""
+"""Minimum ratio of these matches to chance matches. In other collapses, it reaches 2.3."""
 STILL = 0.5
 """The engine is not receiving new weights if this fraction of repeated prefixes gets bitwise identical engine logprobs.
 If it receives them every second step, half of the prefixes do."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights change if at most this fraction of repeated prefixes gets bitwise identical trainer logprobs.
-"""
+"""The trainer's weights change if at most this fraction of repeated prefixes gets identical trainer logprobs."""
 
 MATERIAL_REWARD = 0.05
 """Minimum difference between two rewards for the same response, relative to the standard deviation over all rewards. KL
@@ -29,9 +28,10 @@ terms in the reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards are in the wrong rows if reordering them leaves less than this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15
-"""Rewards match up to this Kolmogorov-Smirnov distance and this difference in means (standard deviations)."""
+"""Reward distributions count as equal up to this Kolmogorov-Smirnov distance and this difference in means (standard
+deviations)."""
 SAME_REWARDS_SD = 2.5
-"""Matching rewards may also differ by this many standard errors in the mean, if that is more."""
+"""Their means may also differ by this many standard errors, if that is more."""
 MOST = 0.5
 """A reward or reference model has changed if this fraction of repeated responses gets a different value."""
 REFERENCE_MOVES = 0.05

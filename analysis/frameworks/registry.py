@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""SQL casts of option values. Integers and booleans are not cast, because DuckDB then rejects aggregates."""
+"""SQL casts of option values. Integers and booleans have none, because DuckDB rejects aggregates next to them."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):

@@ -49,7 +49,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`. Both equal `x` if the step is exact."""
+    """`low` to `high` is the confidence interval of `x`. Both equal `x` if it is exact."""
     text: str
 
 

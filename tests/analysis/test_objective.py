@@ -727,7 +727,7 @@ def test_without_train_the_loss_divides_by_itself(tmp_path):
     assert found.passes == ("current", "rollout", "current")
     assert found.num_updates == 2
     assert any("'current' replaces it" in note for note in found.notes)
-    assert any("which is policy drift" in sentence for sentence in found.cannot)
+    assert any("mismatch and policy drift" in sentence for sentence in found.cannot)
     assert found.value("bias") is not None
 
 
