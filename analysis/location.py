@@ -1,4 +1,4 @@
-"""The result of `locate`, computed or read from a trace, and the rows of the SQL views `operators` and `patches`.
+"""The result of `locate`, computed or read from a trace, and the rows for the SQL views `operators` and `patches`.
 
 Shapes: S sequences in the selected step.
 """

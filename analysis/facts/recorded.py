@@ -30,12 +30,12 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of changes in a run's inputs, which the policy cannot cause."""
+"""Changes in a run's inputs, which the policy cannot cause."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
-"""Kinds of changes that the policy can cause, perhaps in response to an earlier input change."""
+"""Changes that the policy can cause, perhaps in response to an earlier input change."""
 
 CLEAR_SD = 4.0
-"""Minimum size of an input change that can count as a cause (standard deviations)."""
+"""Minimum size for an input change that can count as a cause (standard deviations)."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }  # fmt: skip
-"""Kind of each series, and the scale on which changes are detected."""
+"""Each series' kind, and the scale on which changes are detected."""
 
 
 @dataclass(frozen=True, slots=True)

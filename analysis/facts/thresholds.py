@@ -13,12 +13,12 @@ EARLIER_AGREES = 0.5
 """The engine has earlier weights if this fraction of its prefix logprobs matches the trainer's from one earlier step,
 or from a fixed number of steps back. In 57 collapses caused by the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
-"""Minimum number of matching prefixes to report that the engine has weights from several earlier steps."""
+"""Minimum matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
 """Minimum ratio of these matches to chance matches. In other collapses, it reaches 2.3."""
 STILL = 0.5
 """The engine is not receiving new weights if this fraction of repeated prefixes gets bitwise identical engine logprobs.
-If it receives them every second step, half of the prefixes do."""
+If it receives them every second step, half do."""
 STILL_BY_CHANCE = 0.1
 """The trainer's weights change if at most this fraction of repeated prefixes gets identical trainer logprobs."""
 
@@ -43,7 +43,7 @@ LENGTH_PAYS = 0.5
 LENGTH_EXPLAINS = 0.8
 """Length explains reward differences if the two correlate more than this."""
 LENGTH_IS_ALL = 0.98
-"""Replaces LENGTH_EXPLAINS if only some of the rewards differ."""
+"""Replaces LENGTH_EXPLAINS if only some rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """Replaces LENGTH_EXPLAINS for correlations within steps, and for a length bonus that grows over time."""
 ALMOST_ALL = 0.9

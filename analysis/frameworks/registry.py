@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""SQL casts of option values. Integers and booleans have none, because DuckDB rejects aggregates next to them."""
+"""SQL casts of option values. Integers and booleans stay uncast: DuckDB would reject aggregates next to the cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):

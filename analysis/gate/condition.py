@@ -122,7 +122,7 @@ class Verdict:
     metric: str
     """The metric's full name, or `check`."""
     value: float
-    """Value over the run, over its last steps, or at the worst step. For `check`, the number of faults."""
+    """Value over the run, over its last steps, or at the worst step. For `check`, the fault count."""
     low: float | None
     """`low` to `high` is the confidence interval. If None, `how` says why."""
     high: float | None
@@ -132,7 +132,7 @@ class Verdict:
     fails: bool
     """True if the value violates the condition, or is inconclusive because it excludes tokens. Sets the exit code."""
     steps_beyond: int | None
-    """Number of steps that violate the condition. None for `check`, and for counts (totals over the run)."""
+    """How many steps violate the condition. None for `check`, and for counts (totals over the run)."""
     worst_step: int | None
     """Step that violates the bound most or comes closest."""
     how: str
@@ -172,7 +172,7 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 
 def is_count(metric: str) -> bool:
-    """True for a metric that grows with the number of steps, such as `num_tokens`."""
+    """True for a metric that grows with every step, such as `num_tokens`."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 

@@ -44,7 +44,7 @@ class PassRoles:
     """The loss's current policy, or `train` if no such pass was recorded."""
     loss: Loss
     known: frozenset[str]
-    """Recorded data: a subset of MISMATCH, DRIFT and ADVANTAGE."""
+    """Recorded data, from MISMATCH, DRIFT and ADVANTAGE."""
     notes: tuple[Statement, ...]
     """Caveats, as codes in sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -94,7 +94,7 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
     """Yield a row for each sequence and inner iteration that went through the loss in `steps`, even without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names, for speed. `is_whole` is true if
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
@@ -128,7 +128,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Default fields of Loss for each kind. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
+"""Defaults for each kind's Loss fields. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
 recommendation, after arXiv 2510.13786."""
 
 

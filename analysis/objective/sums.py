@@ -47,7 +47,7 @@ under rho_used, and only under rho*.
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""terms_known is the number of terms with an advantage."""
+"""terms_known counts terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:

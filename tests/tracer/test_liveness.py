@@ -122,7 +122,7 @@ def test_a_machine_that_was_started_anew_since_has_no_writer_of_before(killed, t
     change(killed, touched_s_ago=touched_s_ago, boot_id=NEVER)
     assert judged(killed) == expected
     if expected[1] == "restarted":
-        assert "this machine was restarted" in info_text(info(str(killed)))
+        assert "this machine has been restarted" in info_text(info(str(killed)))
     assert was_adopted(killed) is (expected[0] == "killed")
 
 
