@@ -96,7 +96,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias from tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective's terms without their signs, the divisor for relative figures", bounds=_SIZE),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective's size, used as the divisor for relative figures", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: the loss's policy "
     "term, negated. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
