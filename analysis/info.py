@@ -33,10 +33,10 @@ class WriterInfo:
     attempt: int | None
     """Training attempt that the writer belongs to. None outside training, or if not recorded."""
     known_by: str
-    """How `state` was determined: the writer said so (`closed`), its process was looked up (`process`), its machine
-    restarted (`restarted`), or from its last sign of life (`age`)."""
+    """Basis for `state`: the writer's own closing entry (`closed`), its process (`process`), a restart of its machine
+    (`restarted`), or the time since its last heartbeat (`age`)."""
     silent_s: float | None
-    """Seconds since the writer's last sign of life, if `known_by` is `age`."""
+    """Seconds since the writer's last heartbeat, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
@@ -56,7 +56,7 @@ class PassInfo:
     num_routed: int
     """Score rows with router choices."""
     note: str | None
-    """Says that the scores cover only a sample, or (from the contract) why there are none; otherwise None."""
+    """Why the scores cover only a sample, or why there are none. None if neither applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """None while the command runs, or if there was no command."""
+    """None if the command is still running or there was no command."""
     state: str
     capture: str
     capture_fraction: float
@@ -101,7 +101,7 @@ class TraceInfo(Result):
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     judged: tuple[str, ...] = field(default=())
-    """One sentence per process that is not visible from this machine, on why it counts as live or ended."""
+    """One sentence per process that cannot be seen from this machine, saying why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
     """One sentence per kind of missing data."""
     damaged: tuple[str, ...] = field(default=())
@@ -198,7 +198,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum sequences to compare by name at once. A larger step is processed alone."""
+"""Maximum sequences per query. A larger step gets its own query."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -231,7 +231,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes, which a writer is appending right now")
+        found.append(f"{source.torn_bytes} bytes that a writer is still appending")
     return found
 
 
@@ -273,7 +273,7 @@ def _judged(source: Source) -> list[str]:
         judged = source.liveness[state.writer]
         who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
         if judged.how == RESTARTED:
-            found.append(f"{who} has ended: this machine was restarted since its last sign of life")
+            found.append(f"{who} has ended: this machine has been restarted since its last heartbeat")
         elif judged.how == AGE and judged.silent_s is None:
             found.append(
                 f"{who} counts as live: its process cannot be seen from here, and the age of its files is unknown"
@@ -281,7 +281,7 @@ def _judged(source: Source) -> list[str]:
         elif judged.how == AGE:
             counts = "live" if judged.is_alive else "ended"
             found.append(
-                f"{who} counts as {counts}: its process cannot be seen from here, and its last sign of life was "
+                f"{who} counts as {counts}: its process cannot be seen from here, and its last heartbeat was "
                 f"{duration(judged.silent_s or 0.0)} ago (limit: {duration(SILENT_S)})"
             )
     return found

@@ -60,7 +60,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 
 _WORTH_TELLING = 0.05
-"""Writers that made training wait for the disk at least this many seconds are always listed."""
+"""Writers that kept training waiting this long for the disk (seconds) are always listed."""
 
 
 def _is_notable(writer: WriterInfo) -> bool:

@@ -74,7 +74,7 @@ def locate(
 
 
 def question_id(question: LocateQuestion) -> str:
-    """Return the XXH3-64 of a question's canonical JSON as 16 hexadecimal digits.
+    """Return a result's id: the XXH3-64 hash of its options as canonical JSON, in 16 hexadecimal digits.
 
     An arm is hashed by its changes rather than its name, so options added in later releases do not change ids.
     """

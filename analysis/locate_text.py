@@ -13,7 +13,7 @@ _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Replay options that compute an operator more precisely, by kind of operator."""
+"""Replay options that compute an operator more precisely, by operator kind."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -47,13 +47,13 @@ def location_text(found: Location, width: int | None = None) -> str:
     if found.engines:
         facts.append(("vllm", "eager: not compiled, no CUDA graphs, no prefix cache"))
     if found.unseen:
-        facts.append(("unmatched", f"{', '.join(found.unseen)}: in one execution only"))
+        facts.append(("unmatched", f"{', '.join(found.unseen)}: run in only one execution"))
     facts += [("unchecked", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
         facts.append(
             (
                 "",
-                "the other operators can be checked without these; to check them too, run code that computes each one "
+                "other operators are checked as usual; to check these too, run code that computes each operator "
                 "separately, such as transformers",
             )
         )
@@ -141,8 +141,8 @@ def _first(first: Divergence, found: Location) -> str:
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (
-        f"The first divergence is {first.operator} in {whose}: its code computes something different, which "
-        f"rounding hides but float64 shows."
+        f"The first divergence is {first.operator} in {whose}: its code computes something different. "
+        f"Rounding hides this, but float64 shows it."
     )
 
 

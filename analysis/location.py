@@ -1,4 +1,4 @@
-"""The result of `locate`, computed or read from a trace, and the rows of the SQL views `operators` and `patches`.
+"""The result of `locate`, computed or read from a trace, and the rows for the SQL views `operators` and `patches`.
 
 Shapes: S sequences in the selected step.
 """
@@ -25,7 +25,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """Share of mean d^2 due to one operator kind or layer in one execution."""
+    """How much one operator kind or layer contributes to mean d^2 in one execution."""
 
     side: str
     kind: str
@@ -41,7 +41,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of mean d^2 removed by running one side's operators with the other side's code."""
+    """How much mean d^2 shrinks if one side's operators run the other side's code."""
 
     patch: str
     taker: str
@@ -54,7 +54,7 @@ class PatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Findings, Result):
-    """Where two executions diverge on sequences of a step, and how much each operator contributes."""
+    """Where two executions diverge within a step, and how much each operator contributes."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 
@@ -66,15 +66,15 @@ class Location(Findings, Result):
     gap_rms: float
     """Rms d = logprob(b) - logprob(a) (nats)."""
     explained: float | None
-    """Share of mean d^2 explained by all operators' own errors: 1 if the model is linear in them, or None without a
-    mismatch."""
+    """Share of mean d^2 explained by all operators' own errors, to first order (1 if there are no interactions). None
+    if there is no mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
     kept: str | None = None
     """The result's path in the trace, or None if not stored."""
     not_kept: str | None = None
-    """Why the result could not be stored. None if it was, or with `keep` off."""
+    """Why the result could not be stored, or None if it was stored or `keep` is off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:

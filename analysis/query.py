@@ -26,7 +26,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors caused by the query itself, not by the contents of files."""
+"""Errors caused by the query rather than by the files."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 

@@ -75,7 +75,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""(column in scores, pass) for the optional columns recorded in a run."""
+"""Optional columns of `scores` that were recorded in a run, as (column, pass)."""
 
 
 def read_given(database: Database, run: str) -> Given:
@@ -91,7 +91,7 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read or estimate the token entropy. Pass `given` if the database has only some steps."""
+    """Read or estimate the token entropy by step. `given` must describe the run, even if steps are left out."""
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:
@@ -108,7 +108,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Count updates from sampling to loss, and from pass b to pass a. For `given`, see read_entropy."""
+    """Return policy_lag and version_lag (see read_series). For `given`, see read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
     # A sequence's policy version is also its engine scores' version, unless they have their own.
@@ -224,7 +224,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Names used by frameworks and the recorder. The first one found in the trace is used."""
+"""Metric names used by frameworks and by the recorder, in order of preference."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -317,7 +317,7 @@ def read_sampled(database: Database, run: str) -> list[Series]:
 
 
 def read_changed(database: Database, run: str) -> list[Series]:
-    """Read the share of weights that changed bitwise in each version, using metadata alone."""
+    """Read the share of weights that changed bitwise in each version, from metadata alone."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):

@@ -30,12 +30,12 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Changes in the inputs. No policy can cause them."""
+"""Changes in a run's inputs, which the policy cannot cause."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
-"""Changes that the policy causes, perhaps in reaction to an earlier input change."""
+"""Changes that the policy can cause, perhaps in response to an earlier input change."""
 
 CLEAR_SD = 4.0
-"""Minimum size (standard deviations) for an input change that is certain and can have consequences."""
+"""Minimum size for an input change that can count as a cause (standard deviations)."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -52,7 +52,7 @@ class RecordedChange:
     before: float | str
     after: float | str
     size_in_sd: float | None
-    """after - before on the series' scale, relative to its scatter. None if deliberate."""
+    """Change on the series' scale, relative to its scatter. None if deliberate."""
     shape: str
     """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
@@ -88,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the SQL view `changes`. Numbers and text have separate columns."""
+    """Return the rows of the SQL view `changes`. Numbers and text have separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):

@@ -72,7 +72,10 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of reward-difference variance explained by length, and the sign. 0 with too few responses."""
+    """Return the share of reward-difference variance that length explains, and the effect's sign.
+
+    Both are 0 with too few responses.
+    """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
@@ -126,14 +129,14 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """A step where identical responses get a new reward or reference logprob."""
+    """A step at which identical responses get a new reward or reference logprob."""
 
     step: int
     num_responses: int
     share: float
     """Share of responses with a changed value."""
     share_before: float
-    """`share` for responses repeated before the first step considered, or NaN without any."""
+    """The same share before the searched steps, or NaN if no response repeats there."""
     length_correlation: float
     agreement: float = 0.0
 
@@ -149,7 +152,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step from `first` to `last` where most repeated responses change by more than `least`."""
+    """Find the step in [first, last] at which the most repeated responses change by more than `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])

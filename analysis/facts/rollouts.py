@@ -42,7 +42,7 @@ LEFT JOIN (
     FROM scores{masks} WHERE "pass" = ${name} AND iteration = 0
 ) AS {name} USING (step, seq_id)
 """
-"""Lists become numbers before the joins and the sort, which saves memory."""
+"""Lists are reduced to numbers before the joins and the sort, to save memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -55,9 +55,9 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Fewest pairs to compare, and fewest responses found on both sides."""
+"""Minimum pairs in a comparison, and minimum responses found both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""Below this -logprob (nats), a prefix is so certain that new weights have no visible effect."""
+"""If a prefix's -logprob is below this (nats), it is so certain that new weights have no visible effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Rollouts:
     whole: np.ndarray
     """`prompt`, `response` and `whole` are token id hashes."""
     group: np.ndarray
-    """Group index from step and group_id (else prompt). If most groups have one member, each step is a group."""
+    """Group index. If most groups have a single member, each step is one group."""
     reward: np.ndarray
     advantage: np.ndarray
     first_advantage: np.ndarray
@@ -82,7 +82,7 @@ class Rollouts:
     reference: np.ndarray
     ending: np.ndarray
     opening: np.ndarray
-    """Hash over the prompt ids and the first OPENING response ids. Openings repeat more often than whole responses."""
+    """Hash of the prompt and the first OPENING response tokens, which repeat more often than whole responses."""
     opening_trained: np.ndarray
     opening_sampled: np.ndarray
 
@@ -154,7 +154,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return hashes that match if values can be compared. Mean logprobs also need equal loss masks."""
+    """Return hashes that are equal for sequences with comparable values. Mean logprobs also need equal loss masks."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
@@ -190,7 +190,7 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return each step's share of responses that end early on a token rarely seen last in `before`."""
+    """Return each step's share of responses that end early, with a last token that is rare in `before`."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -205,18 +205,18 @@ ORDERS = {
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
     "last_step": "rewards taken from the next step (recorded one step late)",
 }
-"""Row orders that bugs may produce, described by how to undo them. Each completes "with ..."."""
+"""Ways to undo row orders that bugs produce, worded to follow "with"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards for responses sampled twice. A deterministic reward is the same both times."""
+    """Rewards for responses that occur more than once. A deterministic reward is the same each time."""
 
     num_pairs: int
     unequal: float
     mean_difference: float
     order: str
-    """Row order (in words) with the fewest unequal pairs. Empty for the recorded order."""
+    """Reordering (in words) that leaves the fewest unequal pairs. Empty if none improves on the recorded order."""
     unequal_ordered: float
 
     @property

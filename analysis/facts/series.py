@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }  # fmt: skip
-"""Each series' kind, and the scale used to find its changes."""
+"""Each series' kind, and the scale on which changes are detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +104,28 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""Minimum fraction of the earlier level that a drop must lose. Healthy runs temporarily lose up to 5%."""
+"""Minimum fraction of the earlier level lost in a drop. Healthy runs temporarily lose up to 5%."""
 FALL_STAYS = 0.6
-"""A drop lasts if this fraction of windows stays below its midpoint after the first crossing."""
+"""A drop counts as lasting if this fraction of windows stays below its midpoint after the first crossing."""
 FALL_HOLDS = 0.9
-"""The same fraction for drops judged by the preceding noise."""
+"""Replaces FALL_STAYS in the second test (see FALL_BEYOND)."""
 FALL_BEYOND = 6.0
-"""Minimum size for drops judged by the preceding noise (standard errors above the bias from choosing the best window).
-It gives no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
-0.8, it raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With 0.95, the
-rate rises from 0.13 to 0.24 (200 values)."""
+"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). No
+false alarms in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to 0.8, this
+test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
+autocorrelation 0.95, it raises the rate from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum drop (standard errors above the bias from choosing the best window)."""
+"""Minimum drop (standard errors, after subtracting the bias from choosing the best window)."""
 FALLEN = 0.35
-"""A change is too late to be the cause once this fraction of the drop has happened."""
+"""Once this fraction of the drop has happened, a change is too late to be its cause."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise (0 in 392 healthy pairs, 1 at 0.55)."""
+"""A run is flat if it rises by less than this fraction of its baseline's rise. None of 392 healthy pairs is flat by
+this limit. At 0.55, one is."""
 
 _UNSEEN_CORRELATION = 2.0
-"""Scatter multiplier when there are too few values to estimate the autocorrelation. 2 allows for 0.6."""
+"""Scatter multiplier if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
 _LEVEL = 0.99
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -151,19 +152,19 @@ class Fall:
     outcome: str
     onset_of: str
     kind: str
-    """`collapse` if the drop mostly happens within a tenth of the run, else `slow_decline`. `flat` means no drop, but
-    no rise with the baseline either."""
+    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`. `flat` if there is no
+    drop, but the baseline rises and the run does not."""
     step: int
     """Onset: last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """Onsets from `low` to `high` fit about as well as `step` if the levels are fixed. Narrower than `interval`."""
+    """Range of onsets that fit about as well as `step`. Narrower than `interval`."""
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
     """First step at which the fraction FALLEN has been lost. Later changes cannot be the cause."""
     before: float
-    """Level before the drop. For `flat`, the level reached by the baseline."""
+    """Level before the drop. For `flat`, the level that the baseline reaches."""
     after: float
     size_in_sd: float
     floor: float = 0.0
@@ -199,8 +200,8 @@ def is_evaluation(name: str) -> bool:
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop in an outcome, or None if noise can explain it.
 
-    `beside` is the same outcome in a baseline run with the same seeds. Ending below it by FALL_SHARE, beyond the noise
-    in their difference, also counts as a drop.
+    `beside` is the same outcome in a baseline run with the same seeds. If the outcome ends below it by FALL_SHARE, and
+    by more than the noise in their difference, that also counts as a drop.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -245,7 +246,7 @@ def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Return where an outcome stops rising with its baseline, or None if noise can explain it."""
+    """Find where an outcome stops rising while its baseline continues, or return None if noise can explain it."""
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None

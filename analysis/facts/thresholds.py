@@ -5,57 +5,59 @@ from __future__ import annotations
 AHEAD = 3.0
 """Search for causes from this many steps before the drop's onset interval."""
 AT_ONCE = 0.35
-"""The mismatch was there from the start if the first step shows this fraction of its settled size."""
+"""The mismatch exists from the start if it exceeds this fraction of its later size at the first step."""
 GROWTH = 1.6
-"""The mismatch grows if its last quarter is at least this many times its settled size."""
+"""The mismatch grows if its median in the last quarter is this many times its median between 10% and 50% of the run."""
 
 EARLIER_AGREES = 0.5
-"""The engine has earlier weights if this fraction of prefixes matches the trainer at one step or one lag. In 57
-collapses caused by the mismatch, the fraction was at most 0.14."""
+"""The engine has earlier weights if this fraction of its prefix logprobs matches the trainer's from one earlier step,
+or from a fixed number of steps back. In 57 collapses caused by the mismatch, the fraction was at most 0.14."""
 EARLIER_FEWEST = 8
 """Minimum matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio to chance matches for the same report. Other collapses reach 2.3."""
+"""Minimum ratio of these matches to chance matches. In other collapses, it reaches 2.3."""
 STILL = 0.5
-"""The engine keeps its weights if this fraction of repeated prefixes gets bitwise identical engine logprobs. With new
-weights at every other step, half do."""
+"""The engine is not receiving new weights if this fraction of repeated prefixes gets bitwise identical engine logprobs.
+If it receives them every second step, half do."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights change if at most this fraction of repeated prefixes keeps bitwise identical logprobs."""
+"""The trainer's weights change if at most this fraction of repeated prefixes gets identical trainer logprobs."""
 
 MATERIAL_REWARD = 0.05
-"""Minimum real difference between two rewards for the same response, relative to the standard deviation over all
-rewards. KL terms in the reward cause smaller ones."""
+"""Minimum difference between two rewards for the same response, relative to the standard deviation over all rewards. KL
+terms in the reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
-"""Rewards are in the wrong rows if undoing a shift leaves at most this fraction of unequal pairs."""
+"""Rewards are in the wrong rows if reordering them leaves less than this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15
-"""Two reward distributions match up to this Kolmogorov-Smirnov distance, or mean difference in standard deviations."""
+"""Reward distributions count as equal up to this Kolmogorov-Smirnov distance and this difference in means (standard
+deviations)."""
 SAME_REWARDS_SD = 2.5
-"""They also match if their means differ by at most this many standard errors."""
+"""Their means may also differ by this many standard errors, if that is more."""
 MOST = 0.5
-"""Without a drop, a value changed if at least this fraction of repeated responses gets a different one."""
+"""A reward or reference model has changed if this fraction of repeated responses gets a different value."""
 REFERENCE_MOVES = 0.05
-"""Minimum change (nats) in a response's mean logprob under a changed reference model. bf16 kernels cause 0.01."""
+"""Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause 0.01."""
 SAME_ORDER = 0.95
-"""Above this correlation between old and new rewards for identical responses, only the scale changed."""
+"""If old and new rewards for identical responses correlate more than this, only the scale has changed."""
 LENGTH_PAYS = 0.5
-"""The reward depends on length above this correlation within groups. Correct rewards stay lower."""
+"""The reward depends on length if the two correlate more than this within groups. Correct rewards correlate less."""
 LENGTH_EXPLAINS = 0.8
-"""Length explains reward differences above this correlation."""
+"""Length explains reward differences if the two correlate more than this."""
 LENGTH_IS_ALL = 0.98
-"""Same as LENGTH_EXPLAINS, if only some rewards differ."""
+"""Replaces LENGTH_EXPLAINS if only some rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
-"""Same as LENGTH_EXPLAINS, within steps or for a bonus that grows steadily."""
+"""Replaces LENGTH_EXPLAINS for correlations within steps, and for a length bonus that grows over time."""
 ALMOST_ALL = 0.9
-"""Minimum fraction of rewards that change if the reward starts to depend on length."""
+"""Minimum fraction of changed rewards if the reward starts to depend on length."""
 MOVES_SD = 6.0
-"""A series moves if it leaves the earlier level by this many times the earlier standard deviation."""
+"""A series has moved if it differs from its earlier level by this many standard deviations."""
 MOVES_ON = 0.6
-"""A move lasts if two of the next three steps exceed MOVES_SD times this factor."""
+"""A move lasts if two of the next three steps differ by at least this fraction of MOVES_SD."""
 BREAKS_SD = 4.0
-"""A correlation is lost if it drops abruptly by this many times the earlier standard deviation."""
+"""A correlation is lost if it drops by this many standard deviations."""
 BREAKABLE = 0.2
-"""Weaker correlations are not tested for a loss."""
+"""Correlations below this cannot count as lost."""
 BREAK_LOSES = 0.5
-"""A lost correlation stays lower by at least this fraction."""
+"""A correlation counts as lost if it stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Minimum variance share at which reward differences between responses with equal rewards are tested separately."""
+"""Reward differences among responses with equal baseline rewards are tested separately if they account for this share
+of the variance."""

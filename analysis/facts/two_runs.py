@@ -92,7 +92,7 @@ class Prefixes:
     num_K: np.ndarray
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For tokens scored in both runs, return their number per pair [K] and their logprobs in A and B [T]."""
+        """Return how many tokens per pair are scored in both runs [K], and their logprobs in A and B [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -119,7 +119,7 @@ class SharedTokens:
     """Mean |difference| between the runs' logprobs (nats) for each pass recorded in both."""
     num_cut: int
     num_in_tool: int
-    """Number of responses that first differ at a token outside the loss mask, i.e. one the policy did not sample."""
+    """Responses that first differ at a token outside the loss mask, which the policy did not sample."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:

@@ -60,9 +60,9 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls to the macros that read tokens. Their rows are enough for every metric.
+        """Return the macro calls that read tokens. All metrics can be computed from the rows that they return.
 
-        Rows have the columns run, step and seq_id. A macro may use earlier macros.
+        These rows have the columns run, step and seq_id. A macro may use those before it.
         """
         return ()
 
@@ -116,10 +116,10 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read a pair's tokens once for all metrics except token medians, which read them again.
+    """Read a pair's tokens once, instead of once per metric. Token medians still need a second read.
 
-    Inside the context, temporary tables replace the macros that read tokens. Sequences excluded by `database.leave_out`
-    are left out.
+    Inside the context, the macros that read tokens return rows from temporary tables, without the sequences excluded by
+    `database.leave_out`.
     """
     connection, kept = database.connection, list[str]()
     try:

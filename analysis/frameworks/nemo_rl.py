@@ -20,17 +20,16 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
     reference_policy_kl_type: str = option_field(
-        "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
+        "k3", "Estimator for gen_kl_error and policy_kl_error (k3).", choices=("k1", "k2", "k3")
     )
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
     truncated_importance_sampling_type: str | None = option_field(None, "How to truncate ratios.", choices=TRUNCATIONS)
-    truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
-    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
+    truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound for ratios.", metavar="C")
+    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
     """None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
-        1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch; multiplies mean sequence ratios (1).", metavar="N", at_least=1
     )
-    """NeMo-RL's mean of sequence ratios is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
@@ -63,7 +62,7 @@ class NemoRl(Framework):
                 option="truncated_importance_sampling_ratio_min",
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
-            raise InvalidOption("seq-mask-tis masks by token ratios: drop sequence_level_importance_ratios")
+            raise InvalidOption("seq-mask-tis uses token ratios; drop sequence_level_importance_ratios")
         mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
         if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(

@@ -48,8 +48,8 @@ def masked_out(
 ) -> list[str]:  # fmt: skip
     """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
-    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN. tim-trace skips it. With
-    `rejects`, all tokens are searched, because the options may mask any token.
+    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it. With
+    `rejects`, all tokens are searched, because any of them may be masked.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),

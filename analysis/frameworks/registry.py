@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""SQL casts of option values. Integers and booleans have none: DuckDB rejects aggregates next to such a cast."""
+"""SQL casts of option values. Integers and booleans stay uncast: DuckDB would reject aggregates next to the cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework. None is ignored, and so is False for another framework's option."""
+    """Create a framework from the options that are not None. False is accepted for another framework's option."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)

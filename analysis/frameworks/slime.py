@@ -32,32 +32,28 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options for slime's truncated importance sampling and averaging, and for mis.py in its examples.
+    """Options for slime's truncated importance sampling and loss averaging, and for its example mis.py.
 
-    The defaults for mis.py are from mis.yaml in the same folder.
+    Defaults for mis.py are those in its mis.yaml.
     """
 
-    tis_clip: float = option_field(2.0, "Upper bound of token ratios (2.0).", metavar="C")
-    tis_clip_low: float = option_field(0.0, "Lower bound of token ratios (0).", metavar="C")
+    tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")
+    tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    use_tis: bool = option_field(False, "Use the weights and rejections of the mis.py example.")
+    use_tis: bool = option_field(False, "Use weights and rejections as in the mis.py example.")
     tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
     tis_mode: str = option_field(
-        "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
+        "truncate", "What to do with weights outside the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
-    tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
+    tis_lower_bound: float | None = option_field(None, "Lower bound for weights (1 / upper; mis.py).", metavar="C")
     """None means 1 / tis_upper_bound."""
-    tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
+    tis_upper_bound: float = option_field(2.0, "Upper bound for weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
     use_rs: bool = option_field(True, "Reject based on weights (on; mis.py).")
     rs_level: str = option_field("token", "Level at which to reject (token; mis.py).", choices=LEVELS)
-    rs_lower_bound: float | None = option_field(
-        None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
-    )
+    rs_lower_bound: float | None = option_field(None, "Reject weights below C (tis_lower_bound; mis.py).", metavar="C")
     """None means tis_lower_bound."""
-    rs_upper_bound: float | None = option_field(
-        None, "Upper bound of kept weights (tis_upper_bound; mis.py).", metavar="C"
-    )
+    rs_upper_bound: float | None = option_field(None, "Reject weights above C (tis_upper_bound; mis.py).", metavar="C")
     """None means tis_upper_bound."""
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0

@@ -29,16 +29,16 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound of ratios (3.0).", metavar="C")
+    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound for ratios (3.0).", metavar="C")
     """Infinity for no bound."""
-    vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound of ratios.", metavar="C")
+    vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     loss_type: str = option_field(
         "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
     importance_sampling_level: str = option_field(
-        "token", "Level of the ratios in the loss (token).", choices=("token", "sequence")
+        "token", "Compute the loss's ratios per token or per sequence (token).", choices=("token", "sequence")
     )
     epsilon: float = option_field(0.2, "Clip ratios below 1 - E (0.2).", metavar="E", at_least=0)
     epsilon_high: float | None = option_field(

@@ -30,13 +30,15 @@ class Verl(Framework):
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
     rollout_is_threshold: str = option_field(
         "2.0",
-        "Upper bound of weights (TIS; 2.0), or bounds outside which weights are masked (IcePop).",
+        "Upper bound for weights (TIS; 2.0), or two bounds outside which to mask them (IcePop).",
         metavar="UPPER|LOWER_UPPER",
     )
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
     rollout_rs: str | None = option_field(None, "Rejection rules, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
     rollout_rs_threshold: str | None = option_field(
-        None, "One bound for all rules, or one per rule; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
+        None,
+        "One bound for all rules, or one per rule; for k1, bounds on rollout / trainer, e.g. 0.5_2.0.",
+        metavar="BOUND,...",
     )
 
     name: ClassVar[str] = "verl"
@@ -82,9 +84,7 @@ class Verl(Framework):
     def notes(self, database: Database, pair: Pair) -> list[str]:
         told = in_half(database, pair[0], "verl")
         if self.rollout_rs is not None and "k1" in self.rollout_rs:
-            told.append(
-                "the bounds of k1 are on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"
-            )
+            told.append("k1 bounds 1 / rho, the ratio rollout / trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower")
         return told
 
     def is_unlogged(self, column: str) -> bool:
@@ -122,11 +122,11 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     for option in chosen:
         check_choice("verl", "rollout_rs", option, REJECTIONS)
     if thresholds is None:
-        raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one per option")
+        raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all rules, or one per rule")
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"got {len(bounds)} bounds for {len(chosen)} options; give 1, or one per option",
+            f"got {len(bounds)} bounds for {len(chosen)} rules; give 1, or one per rule",
             option="rollout_rs_threshold",
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
@@ -151,7 +151,7 @@ def _check_bounds(option: str, text: str) -> None:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    With an empty mask, every token is included. A token that lacks a logprob in either list is left out of all sums.
+    With an empty mask, every token is included. A token that lacks a logprob in either list is left out everywhere.
     """
     from .verl_sums import STRUCT, verl_sums
 

@@ -26,8 +26,7 @@ _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
     "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
-"""Sums, maxima, means and centred sums of squares. In OF_PROBABILITIES, pass a is the trainer and pass b the
-rollout."""
+"""For OF_PROBABILITIES, pass a is the trainer and pass b the rollout."""
 
 STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 

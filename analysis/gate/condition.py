@@ -22,10 +22,10 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 OWN = "tim"
-"""Condition source for tim-trace's own metrics. All others are frameworks."""
+"""Source for conditions on tim-trace's own metrics. Any other source is a framework."""
 
 CHECK = "check"
-"""Condition that fails if `check` finds a fault in the comparison."""
+"""Condition that is violated if `check` finds a fault in the comparison."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -51,17 +51,17 @@ class Condition:
     sign: str
     bound: float
     of_size: bool
-    """True to compare the absolute value (`tim.|k1|>0.1`)."""
+    """True if the condition applies to the absolute value (`tim.|k1|>0.1`)."""
     any_step: bool
     """True if a single step beyond the bound fails the gate."""
     last: int
-    """Number of last steps to evaluate together, or 0 for the whole run."""
+    """How many last steps to evaluate together. 0 for the whole run."""
 
     def judged(self, value: float) -> float:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition. NaN and infinities always do, because they prove nothing."""
+        """Return True if a value violates the condition. NaN and infinities always do."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -122,21 +122,21 @@ class Verdict:
     metric: str
     """The metric's full name, or `check`."""
     value: float
-    """Value over the run, over its last steps, or at the worst step. For `check`, the number of faults."""
+    """Value over the run, over its last steps, or at the worst step. For `check`, the fault count."""
     low: float | None
-    """`low` to `high` is the interval over groups. If None, `how` says why."""
+    """`low` to `high` is the confidence interval. If None, `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or an expected interval is missing."""
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
     fails: bool
-    """True if the value violates the condition, or if it excludes tokens and so proves nothing. Sets the exit code."""
+    """True if the value violates the condition, or is inconclusive because it excludes tokens. Sets the exit code."""
     steps_beyond: int | None
-    """Number of steps that violate the condition. None for `check` and for counts, because they grow with the run."""
+    """How many steps violate the condition. None for `check`, and for counts (totals over the run)."""
     worst_step: int | None
     """Step that violates the bound most or comes closest."""
     how: str
-    """Steps beyond the bound, and how the interval was computed. For `check`, the faults."""
+    """How many steps violate the bound, and how the interval was computed. For `check`, the faults."""
 
     @property
     def warns(self) -> bool:
@@ -163,7 +163,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """`stats` columns that are maxima, mapped to their per-sequence columns."""
 
 MOST_NULL = 0.5
-"""A metric does not represent the run if more than this share of loss tokens lacks a logprob."""
+"""A metric is inconclusive if more than this share of loss tokens lacks a logprob."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 
@@ -172,7 +172,7 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 
 def is_count(metric: str) -> bool:
-    """True for a metric that grows with the number of steps, such as `num_tokens`."""
+    """True for a metric that grows with every step, such as `num_tokens`."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
@@ -203,9 +203,9 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
+        """Estimate the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
 
-        Extrapolated from a lognormal fit, because the sequences that dominate exp(sum d) are rare.
+        The sequences that dominate exp(sum d) are rare, so this is extrapolated from a lognormal fit.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -226,7 +226,7 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe tokens excluded from a pair's metrics. Missing logprobs are reported only if in the majority."""
+    """Describe tokens excluded from a pair's metrics. Missing logprobs are reported only if most tokens lack one."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -39,15 +39,15 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Lowest measured coverage of 95% intervals for metrics that a few tokens can dominate, when logit errors have no
-fourth moment or vary in size between groups. See docs/evidence/intervals.md."""
+"""Lowest measured coverage of a 95% interval, for metrics that a few tokens can dominate. It occurs if logit errors are
+heavy-tailed (no fourth moment) or differ in scale between groups. See docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Metrics based on sequence weights exp(sum d). Their second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""Maximum `SequenceColumns.reach` (nats) for an interval on sequence-weight metrics. Up to it, TAILS lists the
-coverage. Above it, coverage drops to as little as 31% if groups differ in scale (docs/evidence/intervals.md)."""
+"""If `SequenceColumns.reach` is above this (nats), sequence-weight metrics get no interval, because coverage can be as
+low as 31% (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -59,7 +59,7 @@ _BOUNDS = {
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""`tim` metrics that exist only per step, without a `stats` column."""
+"""`tim` metrics that are defined only per step and have no `stats` column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Describes tokens excluded from the measured metrics. May be empty."""
+        """Which tokens the metrics exclude. Empty if none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         found: dict[str, Measured] = {}
@@ -180,7 +180,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Measure a quantile of |d|. Its interval comes from the token share above it (Woodruff 1952)."""
+        """Measure a quantile of |d|, with an interval derived from the token share above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -197,7 +197,7 @@ class Run:
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
         how = f"bootstrap-t over {num_groups:,} groups for the share of tokens above the value"
-        how += ": ends at the largest value" if high == largest else ""
+        how += "; the interval ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
@@ -212,7 +212,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Return those `values` computed from sums or maxima over sequences."""
+    """Resample groups for the metrics that are computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -235,7 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the probabilities whose quantiles bound a quantile's interval. 1 stands for the largest value."""
+    """Return the probabilities whose quantiles bound the interval. 1 means the largest value."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
@@ -262,7 +262,7 @@ class _Asked:
         self._steps = by_step([*self._values]).dicts()
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
-        """Metrics with a condition that covers all steps together."""
+        """Metrics that at least one condition evaluates over all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
         of_metric = {measured.metric: measured for measured in found}

@@ -1,4 +1,7 @@
-"""Formulas for an objective's figures, from totals over N sequences: numbers, or one element per update or resample."""
+"""Formulas for an objective's figures, computed from totals over sequences.
+
+A total is a number, or has one element per update or resample. Shapes: N sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Required data (MISMATCH, DRIFT, ADVANTAGE, see pass_roles), and CLIP if the loss must clip."""
+    """Data that must be recorded (MISMATCH, DRIFT, ADVANTAGE), and CLIP if the loss must have a clip."""
     of_correction: bool = False
+    """True if the figure exists only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     in_tails: float | None = None
-    """Measured 95% interval coverage if a few tokens dominate, if below 90% (docs/evidence/intervals.md)."""
+    """Measured coverage of the 95% interval if a few tokens dominate, or None if it is at least 90%. See
+    benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
         if self.in_tails is None:
             return self.meaning
-        return (
-            f"{self.meaning}; if a few tokens dominate, a 95% interval covers the truth in {self.in_tails:.0%} of runs"
-        )
+        return f"{self.meaning}; if a few tokens dominate, a 95% interval is correct in {self.in_tails:.0%} of runs"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:
@@ -60,7 +63,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Totals must be centred near the means, to avoid cancellation."""
+    """Return the covariance. Totals must be centred near the means to avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -87,21 +90,21 @@ _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 
 FIGURES: Mapping[str, FigureFormula] = {
-    "bias": FigureFormula(_per_update(_of("applied")), "sum b per update under the loss's token weights: how much the mismatch raises the objective"),
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b per update, with the loss's token weights: how much the mismatch raises the objective"),
     "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias from tokens with A > 0"),
     "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias from tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective terms' total size. Relative figures are divided by it", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) under the loss's token weights: the policy loss with "
-    "the opposite sign. For cispo and vespo, f is the weight on grad log p"),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|: the objective's size, used as the divisor for relative figures", bounds=_SIZE),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: the loss's policy "
+    "term, negated. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
     "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
-    "relative_bias is larger if only f(rho*) is clipped", _CLIPPED),
+    "below relative_bias if only f(rho*) is clipped", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the loss's correction weights", of_correction=True),
     "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without the loss's correction weights", of_correction=True, bounds=_SIZE),
     "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without the loss's correction weights", of_correction=True, bounds=_SIGNED),
@@ -110,33 +113,33 @@ FIGURES: Mapping[str, FigureFormula] = {
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
     "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of terms that the loss "
     "would clip under rho*", _CLIPPED, bounds=_SHARE),
-    "flipped": FigureFormula(_share(*_FLIPS), "share of terms with a clip decision that the mismatch flips", _CLIPPED, bounds=_SHARE),
-    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share of terms that have A > 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
-    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share of terms that have A < 0 and are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
-    "to_free_positive": FigureFormula(_share("to_free_positive"), "share of terms that have A > 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
-    "to_free_negative": FigureFormula(_share("to_free_negative"), "share of terms that have A < 0 and are clipped only under rho*", _CLIPPED, bounds=_SHARE),
+    "flipped": FigureFormula(_share(*_FLIPS), "share of terms for which the mismatch flips the clip decision", _CLIPPED, bounds=_SHARE),
+    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share of terms with A > 0 that are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
+    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share of terms with A < 0 that are clipped only under the used ratio", _CLIPPED, bounds=_SHARE),
+    "to_free_positive": FigureFormula(_share("to_free_positive"), "share of terms with A > 0 that are clipped only under rho*", _CLIPPED, bounds=_SHARE),
+    "to_free_negative": FigureFormula(_share("to_free_negative"), "share of terms with A < 0 that are clipped only under rho*", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): "
-    "those due to the mismatch alone", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): bad "
+    "updates due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean d = train - rollout (nats)", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean |d| (nats)", frozenset({MISMATCH}), bounds=_SIZE),
-    "var_d": FigureFormula(_variance("d"), "variance of d (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
+    "var_d": FigureFormula(_variance("d"), "variance of the mismatch d (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": FigureFormula(_mean("sum_drift"), "mean policy drift = current - train (nats)", frozenset({DRIFT})),
-    "var_drift": FigureFormula(_variance("drift"), "variance of the drift (nats squared)", frozenset({DRIFT}), bounds=_SIZE),
+    "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift (nats squared)", frozenset({DRIFT}), bounds=_SIZE),
     "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance between d and drift (nats squared)", _BOTH),
-    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two variances plus twice the covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
+    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift, i.e. both variances plus twice the covariance (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
-    "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean sum of d in a sequence (nats)", frozenset({MISMATCH})),
-    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean |sum of d| in a sequence (nats)", frozenset({MISMATCH}), bounds=_SIZE),
-    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean (exp(sum d) - 1) A over sequences: the error in REINFORCE's gradient if all gradients were equal"),
-    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean "
-    "|(exp(sum d) - 1) A| over sequences", bounds=_SIZE),
+    "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "sum d per sequence, averaged over sequences (nats)", frozenset({MISMATCH})),
+    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "|sum d| per sequence, averaged over sequences (nats)", frozenset({MISMATCH}), bounds=_SIZE),
+    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "(exp(sum d) - 1) A, averaged over sequences: the error in REINFORCE's gradient if all gradients were equal"),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "|(exp(sum d) - 1) A|, averaged over sequences", bounds=_SIZE),
 }  # fmt: skip
 """Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
+    """Return the figures that exist for this loss and can be computed from the recorded data."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -145,8 +148,11 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns to total for the formulas, over the run or each group in `place_N`. To avoid cancellation,
-    squares and products are centred on the group's median sequence mean."""
+    """Return the [N] columns whose totals the formulas need.
+
+    To avoid cancellation, squares and products are centred on the median of the sequence means, over the run or over
+    each group in `place_N`.
+    """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, place_N)
@@ -172,6 +178,7 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
+    """Evaluate the figures. NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -26,9 +26,9 @@ class Differences:
     """current - train (nats)."""
     advantage_T: Array
     counts_T: np.ndarray | None
-    """bool: unmasked and finite in every pass. None if true everywhere."""
+    """True for unmasked tokens with a finite logprob in every pass. None if true everywhere."""
     known_T: np.ndarray | None
-    """bool: `counts_T` and has an advantage. None if true everywhere."""
+    """True for tokens in `counts_T` that have an advantage. None if true everywhere."""
     num_N: Array
     known_N: Array
     advantage_N: Array
@@ -45,13 +45,13 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """`ratio_used`, times the correction weight in vespo."""
+    """In vespo, `ratio_used` times the correction weight. Otherwise `ratio_used`."""
     weight: Array | float
-    """Correction weight. 1 in vespo, where `ratio_applied` includes it."""
+    """Correction weight, or 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
     tokens: Array | float
     sign_N: Array | None
-    """The advantage's sign, if all terms in a sequence share it."""
+    """Sign of each sequence's advantage, or None if advantages vary within a sequence."""
     known_N: Array
     starts_N: np.ndarray
 
@@ -143,7 +143,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Multiply a sequence's token ratios, and its weights. The product's log is clamped to +-20 nats."""
+    """Return vespo's terms, with products of token ratios and weights. Their logs are clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

@@ -43,6 +43,7 @@ class PassRoles:
     current: str
     loss: Loss
     known: frozenset[str]
+    """Recorded data, from MISMATCH, DRIFT and ADVANTAGE."""
     notes: tuple[Statement, ...]
     cannot: tuple[Statement, ...]
 
@@ -82,14 +83,17 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
+    """Return the roles whose passes must be read. A role that reuses another role's pass is left out."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield a row for every sequence and inner iteration that went through the loss, even without tokens.
-    `sequence`, `unit` (the group) and `micro_batch` are hashes. `is_whole` is true if every pass has one logprob per
-    token."""
+    """Yield a row for each sequence and inner iteration that went through the loss in `steps`, even without tokens.
+
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if
+    the response has tokens and every pass has one logprob per token.
+    """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
@@ -121,14 +125,16 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Default Loss fields for each kind. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
+"""Defaults for each kind's Loss fields. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
 recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and codes in sentences.loss_basis for where its settings come from. `text` may name a key in
-    LOSSES and set Loss fields, e.g. `gspo,clip_high=0.01`. Other fields keep their recorded values, or PPO with a
-    clip of 0.2. Raises InvalidOption."""
+    """Return the loss, and codes for where its settings come from (see sentences.loss_basis).
+
+    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
+    recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
+    """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]

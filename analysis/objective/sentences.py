@@ -11,10 +11,10 @@ VERDICT: Mapping[str, str] = {
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
     "in_ratio": "The loss divides by the rollout's own logprobs, so the used ratio is the true ratio and the bias is 0. That "
     "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
-    "no_effect": "The mismatch does not change the objective's value: every token contributes the same with the used ratio as "
-    "with the true ratio.",
-    "not_answerable": "The effect on the objective cannot be computed. The missing data are listed below.",
-    "ratios": "On average, the mismatch changes a token's ratio by {mean_abs_d:.3g} nats and a whole sequence's ratio by {mean_abs_sum_d:.3g} nats.",
+    "no_effect": "The mismatch does not change the objective's value: each token contributes as much with the used "
+    "ratio as with the true ratio.",
+    "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
+    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, and the ratio of a whole sequence by {mean_abs_sum_d:.3g} nats.",
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
@@ -31,7 +31,7 @@ VERDICT: Mapping[str, str] = {
     "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
-    "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
+    "clip_decisions": "The mismatch flips the clip decision for {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
     "correction": "These figures include the loss's correction; without the correction weights, the bias would be {uncorrected_relative_bias_signed} "
     "instead of {relative_bias_signed}, and absolute biases would add up to {uncorrected_relative_abs_bias_percent} "
@@ -45,20 +45,20 @@ _WAYS = {
 }
 
 CANNOT: Mapping[str, str] = {
-    "no_trainer_logprobs": "any question, because the loss's ratio needs logprobs from 'train' or 'current', and the trace has neither; "
-    "record them with Recorder.add_scores",
-    "no_rollout": "how the mismatch affects the objective, because the trace has no 'rollout' logprobs",
-    "no_train": "which part of the ratio is mismatch and which is policy drift; record the 'train' pass",
-    "no_current": "how later updates on a batch behave and how far the policy drifts; record the 'current' pass",
-    "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
+    "no_trainer_logprobs": "all questions, because the loss's ratio needs logprobs of 'train' or 'current' and the trace "
+    "has neither; record them with Recorder.add_scores",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the 'rollout' pass",
+    "no_train": "how the ratio splits into mismatch and policy drift; record the 'train' pass",
+    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
+    "no_advantages": "all questions about advantages; record advantages with Recorder.add_sequences(advantage=...)",
 }
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
     "mismatch",
-    "first_update_only": "the trace has no 'current' pass, so figures are for the first update on a batch, where the policy inside the "
-    "loss is the trainer's policy and the used ratio is 1 unless the loss divides by the rollout's logprobs",
-    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are left out",
+    "first_update_only": "the trace has no 'current' pass, so the figures are for the first update on a batch. There, the "
+    "loss's current policy is the trainer's, and the used ratio is 1 unless the loss divides by the rollout's logprobs",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
@@ -66,8 +66,8 @@ NOTES: Mapping[str, str] = {
     "compare: they add nothing to the sums but count in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
-    "micro_batches_unknown": "micro-batches were not recorded, so tokens are weighted over the whole update",
-    "divisor_unknown": "the aggregation's divisor (max_tokens) was not recorded, so sizes assume 1; shares do not depend on it",
+    "micro_batches_unknown": "micro-batches were not recorded, so token weights refer to the whole update",
+    "divisor_unknown": "the aggregation's divisor (max_tokens) was not recorded, so sizes assume a divisor of 1 (shares do not depend on it)",
     "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
     "ratios_clamped": "some sequences' ratios exceed exp({bound:g}) and are clamped to it",
 }

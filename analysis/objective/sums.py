@@ -42,20 +42,15 @@ TOKEN_COLUMNS = (
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Sums over terms by the advantage's sign. Sizes and biases are multiplied by the term's token count.
+"""Sums over terms, split by the advantage's sign. Sizes and biases are multiplied by the term's token count.
 
-    size         |f(rho*)|
-    used         w f(rho_used), where w is the loss's correction weight
-    plain        f(rho_used) - f(rho*)
-    applied      w f(rho_used) - f(rho*)
-    unclipped    A (w rho_used - rho*)
-    clipped      terms clipped under rho*
-    to_clipped   terms clipped only under rho_used
-    to_free      terms clipped only under rho*
+size: |f(rho*)|. used: w f(rho_used), with the loss's correction weight w. plain: f(rho_used) - f(rho*). applied: w
+f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped, to_clipped, to_free: terms clipped under rho*, only
+under rho_used, and only under rho*.
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""terms_known counts the terms with an advantage."""
+"""terms_known counts terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
@@ -80,6 +75,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
+    """Return the token counts by name, and the tokens' log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -122,6 +118,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
+    """Return trainer, engine and current logprobs. A missing pass is replaced with the trainer's."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -139,10 +136,11 @@ class SequenceSums:
     """[N] sums, one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
+    """Hash of the row's group (group_id and step), or of its sequence if it has no group."""
     updates: list[tuple[int, int]]
     update_N: np.ndarray
     share_N: Array
-    """The loss's factor for each token's term within its update."""
+    """The loss's weight for each token in the row."""
     num_rows_U: np.ndarray
     """Sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
@@ -153,6 +151,7 @@ class SequenceSums:
 class _Batch:
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
+    """True if the row's logprobs can be compared."""
     num_tokens_R: np.ndarray
     columns_CN: np.ndarray
     num_read: int
@@ -232,10 +231,11 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, [R]. They determine its divisors."""
+    """[R] arrays for all rows that went through the loss. They determine the loss's divisors."""
 
     update_R: np.ndarray
     num_tokens_R: np.ndarray
+    """Unmasked tokens, with or without logprobs."""
     micro_batch_R: np.ndarray
 
     @property
@@ -244,8 +244,11 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the loss's factor for each token's term, [R]. With aggregation `sequence`, it is for the sequence's
-    single term."""
+    """Return the loss's weight for each token in a row, [R].
+
+    With aggregation `sequence`, the weight is for the sequence's single term. An update without recorded micro-batches
+    is treated as one batch.
+    """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
         tokens_U = np.bincount(update_R, rows.num_tokens_R)
@@ -262,11 +265,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return the updates where every row's micro-batch was recorded, [U] bool."""
+    """Return whether every row in an update has a recorded micro-batch, [U] bool."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
+    """Return tokens in the row's micro-batch, times micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -19,9 +19,10 @@ class Estimate:
     value: float | None
     """None if the divisor is 0."""
     low: float | None
-    """Interval over groups. Both ends are None if `no_interval` says why."""
+    """Interval from resampling groups. Both ends are None if `no_interval` is set."""
     high: float | None
     no_interval: str | None
+    """Why the interval is missing, or None."""
     meaning: str
 
 
@@ -33,25 +34,26 @@ class Objective(Result):
 
     trace: str
     steps_asked: str = ALL_STEPS
+    """Steps to analyse, as passed to `objective`."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
     passes: tuple[str, str, str]
     """Passes used as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
-    """Updates (one per step and inner iteration). Each has a row in `steps`."""
+    """Updates, one per step and inner iteration. Each has a row in `steps`."""
     num_rows: int
-    """Sequences that went through the loss, counted once per inner iteration. Means divide by it."""
+    """Sequences that went through the loss, counted once per inner iteration. Means are over these."""
     num_sequences: int
-    """Sequences with an unmasked token that has a finite logprob in every pass."""
+    """Sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Tokens with a NaN logprob in any pass, left out everywhere."""
+    """Tokens with a NaN logprob in any pass. They are left out everywhere."""
     num_inf: int
-    """Tokens with an infinite logprob in any pass, left out everywhere."""
+    """Tokens with an infinite logprob in any pass. They are left out everywhere."""
     num_groups: int
-    """Groups that intervals resample."""
+    """Groups, the units resampled for intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Codes in sentences.VERDICT."""
@@ -89,8 +91,8 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits on the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. These are tim-trace's
-own: rewards are so noisy that a 0.1% bias is invisible, but a 5% bias is not."""
+"""Limits for the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. By convention, because
+rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -117,8 +119,11 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the bias's sign and size if its interval excludes 0, otherwise the noise's size. Clipping f(rho*)
-    raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the opposite sign."""
+    """Return the bias's sign and size if its interval excludes 0, otherwise the noise level.
+
+    Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
+    opposite sign.
+    """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
     if relative.low is None or relative.high is None:

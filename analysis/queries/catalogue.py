@@ -14,7 +14,7 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""Passes a and b as written in the SQL files; `NamedQuery.over` replaces them."""
+"""Passes a and b as written in the SQL files, to be replaced by `NamedQuery.over`."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
@@ -30,7 +30,7 @@ class NamedQuery:
     needs: str | None
     """Data needed besides both passes' logprobs, or None."""
     sql: str
-    """The SQL file for the passes train and rollout."""
+    """SQL for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
         return self.sql.replace(_PAIR, quoted_pair((a, b)))

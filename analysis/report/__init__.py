@@ -1,1 +1,1 @@
-"""Reports on runs, each in one file."""
+"""Single-file reports on runs, short enough to read in a minute."""

@@ -43,13 +43,18 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown` without an answer. Otherwise `valid`, a finding's code, `replay`, a key above, or the collapse's
-    cause."""
+    """`unknown` if the trace cannot answer the question.
+
+    Other values depend on the question. validity: `valid`, or the first fault. factor: the first finding, or `replay`.
+    size and objective: a key in the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`,
+    or the cause.
+    """
     severity: str
     short: str
     figure: str = ""
     basis: str = ""
     detail: str
+    """Evidence, as worded by the command that found it."""
     question: str = ""
     command: str = ""
 
@@ -130,7 +135,7 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights act on it",
+            code="in_ratio", severity=NOTICE, short="part of the loss's ratio, so clipping and weights act on it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip
@@ -146,13 +151,14 @@ def objective_answer(subject: Subject) -> Answer:
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code, severity=BAD if size >= LARGE else NOTICE if pushes else GOOD, short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, absolute biases {_percent(size)}{free}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as the sum of absolute biases{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )  # fmt: skip
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
+    """Return the code for the net bias if its sign is clear, otherwise for the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):

@@ -46,7 +46,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval for `x`. Both equal `x` if the step is exact."""
+    """`low` to `high` is the confidence interval of `x`. Both equal `x` if it is exact."""
     text: str
 
 
@@ -60,6 +60,7 @@ class Band:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     key: str
+    """Unique name, used for the chart's file and for its element in the page."""
     title: str
     unit: str
     note: str
@@ -68,6 +69,7 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
+        """True if there is a remark but nothing to draw."""
         return False
 
 
@@ -90,7 +92,7 @@ class Heatmap(Chart):
     counts: Array
     curves: tuple[Line, ...] = ()
     is_open: bool = False
-    """True if the outermost rows also count values beyond the y axis."""
+    """True if the outermost rows also count values outside the y axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

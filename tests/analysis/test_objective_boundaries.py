@@ -155,7 +155,7 @@ def test_where_a_bias_lies():
         parts = {part.code: sentence(part) for part in verdict(loss, given, STEPS, 9)}
         assert (
             parts["clip_decisions"]
-            == f"The mismatch flips the clip decision of 10% of the {terms}; 20% are clipped in total."
+            == f"The mismatch flips the clip decision for 10% of the {terms}; 20% are clipped in total."
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75% of the total)."
     assert (

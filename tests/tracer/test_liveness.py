@@ -71,7 +71,7 @@ def test_a_writer_that_cannot_be_seen_from_here_is_judged_by_its_age(killed, fie
     assert judged(killed) == ("live" if is_live else "killed", "age")
     text = info_text(info(str(killed)))
     assert f"counts as {'live' if is_live else 'ended'}: its process cannot be seen from here" in text
-    assert "its last sign of life was" in text
+    assert "its last heartbeat was" in text
     assert len(info(str(killed)).judged) == 1
     if is_live:
         with pytest.raises(TraceExists, match="is being recorded"):
@@ -122,7 +122,7 @@ def test_a_machine_that_was_started_anew_since_has_no_writer_of_before(killed, t
     change(killed, touched_s_ago=touched_s_ago, boot_id=NEVER)
     assert judged(killed) == expected
     if expected[1] == "restarted":
-        assert "this machine was restarted" in info_text(info(str(killed)))
+        assert "this machine has been restarted" in info_text(info(str(killed)))
     assert was_adopted(killed) is (expected[0] == "killed")
 
 
