@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """SQL functions that return a sequence's agreement by layer and by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types: run, then group and first row in pass a and in pass b, then token count."""
+"""Argument types: run, group and first row in pass a, group and first row in pass b, token count."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",

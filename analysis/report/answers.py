@@ -26,7 +26,7 @@ _EFFECTS = {
     "small_push": "small bias",
     "small_push_large_noise": "small bias, large noise",
     "large_push": "large bias",
-    "opposed": "no clear direction: without the clip the sign flips",
+    "opposed": "no clear direction: the sign flips without clipping",
 }
 
 _SIZES = {
@@ -43,8 +43,7 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown` without an answer. Otherwise `valid`, a finding's code, `replay`, a key above, or the collapse's
-    cause."""
+    """`unknown`, `valid`, `replay`, a finding's or cause's code, or a key in the tables above."""
     severity: str
     short: str
     figure: str = ""
@@ -130,7 +129,7 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights act on it",
+            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights apply to it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip

@@ -169,7 +169,7 @@ def read_token_samples(
     The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. Random
     ones are the same in every call. Each step's worst sequences are added. In a large run, only some steps are searched
     (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
-    responses are cut to a window around their worst token. `choice` in the result gives the numbers.
+    responses are cut to a window around their worst token. The result's `choice` describes the selection.
 
     If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
     """

@@ -1,4 +1,4 @@
-"""Tables with very many files: find the files that a query needs by planning it over empty placeholder files."""
+"""In tables with very many files, find those a query needs by having DuckDB plan it over empty placeholder files."""
 
 from __future__ import annotations
 

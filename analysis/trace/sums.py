@@ -79,8 +79,8 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Compute a pair's missing sums. Return True if anything was computed. `of_run` includes quantiles over whole
-    runs, exact up to EXACT_TOKENS tokens."""
+    """Compute a pair's missing sums. Return True if anything was computed. `of_run` adds quantiles over whole runs,
+    exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
@@ -306,7 +306,7 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Files in use until now stay, because other processes may read them."""
+    """Delete outdated sums. The files just replaced are kept, because other processes may still read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
