@@ -881,9 +881,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The recorded settings come first, and the resulting norm is compared with the trainer's logged one. An arm is one or
-    more changes separated by commas: the options that --arm lists, logprobs=train|rollout|current|replay/NAME (logprobs
-    to use in the loss instead of the trainer's, where rollout is bypass mode), or
+    The recorded settings come first, and the resulting norm is compared with the norm that the trainer logged. An arm
+    is one or more comma-separated changes: the options that --arm lists, logprobs=train|rollout|current|replay/NAME
+    (used in the loss instead of the trainer's logprobs, with rollout as bypass mode), or
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
@@ -903,11 +903,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="N sequences with the largest mismatch, random:N for random ones, or comma-separated names.",
+    help="N (those with the largest mismatch), random:N, or comma-separated names.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
 @click.option(
-    "--operators", metavar="WORDS", help="Only operators with one of these words in their name, e.g. q_proj,rotary."
+    "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
@@ -1087,7 +1087,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Waits for a run that does not exist yet, and ends with the recording. Ctrl-C ends only the view. Each alert is shown
-    with the step where it first fired. Alerts use published levels under their own definitions, and tim-trace's own
+    with the step where it first fired. Alerts use published levels, each as its source defines it, and tim-trace's own
     rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
@@ -1208,7 +1208,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Hide library output, but not our own progress and warnings."""
+    """Hide library output, but show tim-trace's progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:

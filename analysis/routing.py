@@ -42,15 +42,15 @@ class Agreement(NamedTuple):
     same_order_NL: np.ndarray
     """bool: both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Number of experts in common divided by S (the larger S if the passes differ)."""
+    """Experts in common, divided by S (the larger S if the passes differ)."""
     num_weights_NL: np.ndarray
-    """Number of experts in common that have weights in both passes."""
+    """Experts in common that have weights in both passes."""
     abs_dweight_NL: np.ndarray
     """Sum of |weight a - weight b| over these experts."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
-    """Compare two routings of the same tokens and layers. Raises InvalidQuery if the numbers of layers differ."""
+    """Compare two routings of the same tokens and layers. Raises InvalidQuery if their layer counts differ."""
     ids_a, ids_b = np.asarray(a.expert_ids, np.int64), np.asarray(b.expert_ids, np.int64)
     if ids_a.shape[1] != ids_b.shape[1]:
         raise InvalidQuery(f"routing: one pass has {ids_a.shape[1]} layers with a router, the other {ids_b.shape[1]}")

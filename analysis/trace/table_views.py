@@ -171,7 +171,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, or only a range if it has no other `recorded` step.
+    """Return an SQL condition for exactly these steps: just a range if it contains no other `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'

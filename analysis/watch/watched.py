@@ -141,9 +141,9 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     """Draw a series in at most `width` characters, scaled from its minimum to its maximum. Empty without values.
 
-    If a character covers several steps, it shows the worst mismatch (smallest ess, mean_d farthest from 0), the maximum
-    for optimizer, length and policy series, and otherwise the mean. A space marks a missing value, `!` a NaN or
-    infinity.
+    If a character covers several steps, it shows the worst for mismatch series (smallest ess, mean_d farthest from 0),
+    the maximum for optimizer, length and policy series, and the mean for others. A space marks a missing value, `!` a
+    NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
