@@ -72,4 +72,4 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Each `stats` column, from totals over `addable` columns. The formulas match sql/statistics.sql."""
+"""Formulas for the `stats` columns, given totals over `addable` columns. They match sql/statistics.sql."""

@@ -38,7 +38,7 @@ _BEYOND = 25
 _STEP = 1e-5
 
 _NOISE = 1e-9
-"""Below this relative standard error, only rounding is left, so all groups must be identical."""
+"""Below this relative standard error, groups differ only by rounding and count as identical."""
 
 _NO_SPREAD = 1e-6
 """Same limit for the standard error in a resample, relative to the run's standard error."""

@@ -1,4 +1,4 @@
-"""Correlations and centred sums in two passes, merged over sequences.
+"""Correlations and centred sums, computed in two passes over the data and merged over sequences.
 
 This is the corrected two-pass algorithm (Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance).
 

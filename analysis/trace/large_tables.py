@@ -39,7 +39,7 @@ class _LargeTable:
     files: Sequence[TableFile]
     folder: str
     no_columns: str = ""
-    """Typed NULLs, so that no file is read."""
+    """SELECT list with typed NULLs, so that no file is read."""
 
     @property
     def marker(self) -> str:

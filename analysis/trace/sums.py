@@ -224,7 +224,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones. These are never stored in the trace."""
+    """Replace approximate run quantiles with exact ones. Exact quantiles are never stored in the trace."""
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
