@@ -119,7 +119,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames. They can keep a DuckDB connection open that prints an error at exit."""
+    """Clear an error's frames. They can keep a DuckDB connection open, which then prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -137,7 +137,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum response tokens for `record` to compute the run's sums. Below that, the first query does."""
+"""`record` computes sums for runs with at least this many response tokens. In smaller runs, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -239,7 +239,7 @@ class _Form:
     def answer(
         self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
-        """Print a result in this format. JSON output also lists damaged files."""
+        """Print a result in the requested format. JSON output also lists damaged files."""
         if self.as_json:
             value = json()
             found = value if isinstance(value, dict) else {"rows": value}
@@ -254,7 +254,7 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with NAME_text, NAME_rows and NAME_json from the module named in its `_text`.
+        """Print a result with the functions NAME_text, NAME_rows and NAME_json that its `_text` refers to.
 
         Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
         """
@@ -420,7 +420,7 @@ def main() -> None:
 @click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of weights sent to vLLM (given), or also of its own copy (held).",
+    help="Record digests of weights sent to vLLM (given), or also of the weights it holds (held).",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Append to an existing trace, when a run resumes from a checkpoint.")
 @click.option(
@@ -624,7 +624,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices).")
+@_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
     "--exact", is_flag=True,
     help="Compute exact quantiles. By default, they are accurate to 0.1% above 33,554,432 tokens.",
@@ -731,10 +731,10 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
 )
-@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Range of token ratios that icepop keeps.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="icepop keeps token ratios in this range.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Range of geometric mean ratios per sequence that geometric keeps.",
+    help="geometric keeps sequences with a geometric mean ratio in this range.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
@@ -746,8 +746,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
     Thresholds default to published ones, but verl's presets always use verl's own. Every row shows the full rule, the
-    ratio bounded in the source (verl's k1 bounds the inverse ratio), and the condition for keeping a token, where rho =
-    exp(d).
+    ratio that the source bounds (verl's k1 bounds the inverse ratio), and the condition for keeping a token, where rho
+    = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -762,7 +762,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     "gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
-@_by("run", "step", help="What each row describes (run adds the worst steps).")
+@_by("run", "step", help="What each row describes (run also lists the worst steps).")
 @_ray
 @_prints(json="Print JSON at full precision, including every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -800,7 +800,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option(
     "--sample", metavar="F|N",
     help="Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
-    "call extends it.",
+    "call extends the sample.",
 )  # fmt: skip
 @_arm_options
 @click.option(
@@ -881,9 +881,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The recorded settings come first, and the resulting norm is compared with the trainer's logged one. An arm is one or
-    more changes separated by commas: the options that --arm lists, logprobs=train|rollout|current|replay/NAME (logprobs
-    to use in the loss instead of the trainer's, where rollout is bypass mode), or
+    The recorded settings come first, and the resulting norm is compared with the norm that the trainer logged. An arm
+    is one or more comma-separated changes: the options that --arm lists, logprobs=train|rollout|current|replay/NAME
+    (used in the loss instead of the trainer's logprobs, with rollout as bypass mode), or
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
@@ -903,11 +903,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="N sequences with the largest mismatch, random:N for random ones, or comma-separated names.",
+    help="N (those with the largest mismatch), random:N, or comma-separated names.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
 @click.option(
-    "--operators", metavar="WORDS", help="Only operators with one of these words in their name, e.g. q_proj,rotary."
+    "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
@@ -1087,7 +1087,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Waits for a run that does not exist yet, and ends with the recording. Ctrl-C ends only the view. Each alert is shown
-    with the step where it first fired. Alerts use published levels under their own definitions, and tim-trace's own
+    with the step where it first fired. Alerts use published levels, each as its source defines it, and tim-trace's own
     rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
@@ -1145,7 +1145,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Like stats, gate stores the sums per sequence in the trace.
 
-    A condition is a metric and the values that fail. The metric is tim.NAME (a column in stats, or a per-step metric
+    A condition names a metric and the values that fail. The metric is tim.NAME (a column in stats, or a per-step metric
     from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check command). A
     condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
     steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a condition
@@ -1199,7 +1199,7 @@ def _told(error: TimTraceError, text: str) -> str:
 
 
 _streams: list[TextIO] = []
-"""The real stderr, while library output is hidden."""
+"""Holds the real stderr while library output is hidden."""
 
 
 def _stderr() -> TextIO:
@@ -1208,7 +1208,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Hide library output, but not our own progress and warnings."""
+    """Hide library output, but show tim-trace's progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:
@@ -1328,7 +1328,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept because another pass has probability 1 there too"
+            f"{holes.certain:,} zeros in all-zero lists were kept because another pass also has probability 1 there"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """SQL functions that return a sequence's agreement by layer and by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types: run, then group and first row in pass a and in pass b, then token count."""
+"""Argument types: run, group and first row in pass a, group and first row in pass b, token count."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -42,15 +42,15 @@ class Agreement(NamedTuple):
     same_order_NL: np.ndarray
     """bool: both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Number of experts in common divided by S (the larger S if the passes differ)."""
+    """Experts in common, divided by S (the larger S if the passes differ)."""
     num_weights_NL: np.ndarray
-    """Number of experts in common that have weights in both passes."""
+    """Experts in common that have weights in both passes."""
     abs_dweight_NL: np.ndarray
     """Sum of |weight a - weight b| over these experts."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
-    """Compare two routings of the same tokens and layers. Raises InvalidQuery if the numbers of layers differ."""
+    """Compare two routings of the same tokens and layers. Raises InvalidQuery if their layer counts differ."""
     ids_a, ids_b = np.asarray(a.expert_ids, np.int64), np.asarray(b.expert_ids, np.int64)
     if ids_a.shape[1] != ids_b.shape[1]:
         raise InvalidQuery(f"routing: one pass has {ids_a.shape[1]} layers with a router, the other {ids_b.shape[1]}")

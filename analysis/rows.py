@@ -84,7 +84,7 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row and numbers to six digits. A few long rows become lists of names and values.
+    """Render a table with one line per row and numbers to six digits. A few wide rows are rendered as lists instead.
 
     If the table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in `main`
     are kept first, in that order, then the others from left to right.
@@ -129,10 +129,10 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Minimum characters to keep of truncated values and wrapped names."""
+"""Minimum width of truncated values and wrapped names (characters)."""
 _MOST_NAMED = 6
 _LONG_TEXT = 40
-"""Values of at least this many characters may be wrapped, and do not determine the width of a list."""
+"""Values this long (characters) may be wrapped, so they do not widen a list."""
 _MOST_LISTS = 4
 """Maximum long rows rendered side by side as lists."""
 

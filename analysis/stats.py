@@ -23,7 +23,7 @@ BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "l
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
 _FEW = 8
-"""Up to this many traces are processed together, regardless of their size."""
+"""Up to this many traces are processed together, however large they are."""
 _TOGETHER = 64
 """Maximum traces to open at once when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
@@ -149,7 +149,7 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Return notes on the metrics of `stats` with `like`: where they are defined, and caveats. Empty without `like`."""
+    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Empty without `like`."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

@@ -43,7 +43,7 @@ _TOKENS = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideErrors:
-    """Error of the trainer or the engine against the reference: mean, mean absolute and rms (nats)."""
+    """The trainer's or engine's error relative to the reference: mean, mean absolute and rms (nats)."""
 
     name: str
     mean: float
@@ -74,7 +74,7 @@ class Triangulation(Result):
     gap_rms: float
     """Rms d = logprob(train) - logprob(rollout) (nats)."""
     resolution: float
-    """Mean rounding error (nats) of the reference, which is stored as float32. Smaller errors cannot be measured."""
+    """Mean rounding error (nats) from storing the reference as float32. Smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation between the trainer's and the engine's errors."""

@@ -89,7 +89,7 @@ class _Verifier:
         self.source, self.store = source, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
         self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
-        """Values of COLUMNS after the first, by folder."""
+        """Counts for COLUMNS[1:], by folder."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
         self._records = self.source.accounted
@@ -150,7 +150,7 @@ class _Verifier:
         def read() -> None:
             whole = file.verify()
             if record is not None and whole != record.hash:
-                raise ValueError("the content differs from what its writer wrote")
+                raise ValueError("the content does not match the recorded checksum")
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"the rows cover steps {found}, but the writer recorded {record.steps}")
 
@@ -166,7 +166,7 @@ class _Verifier:
                     f"{self.store.shown(relative)}: is missing. Restore the file from a backup"
                 ) from None
             if not is_of_size or whole_hash(content) != record.hash:
-                raise ValueError("the content differs from what its writer wrote")
+                raise ValueError("the content does not match the recorded checksum")
 
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, read=read)
 

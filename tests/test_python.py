@@ -190,7 +190,7 @@ def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, t
         (lambda: tim_trace.stats(3), WrongType, "stats: traces: got 3, expected a str or a path or a list"),
         (lambda: tim_trace.gate("x", fail_on="check"), WrongType, "gate: fail_on: got 'check', expected a list"),
         (lambda: tim_trace.Recorder(None), WrongType, "Recorder: path: got None, expected a str or a path"),
-        (lambda: tim_trace.stats([]), InvalidOption, "traces: got no trace"),
+        (lambda: tim_trace.stats([]), InvalidOption, "traces: no trace given"),
         (lambda: tim_trace.check(pathlib.Path("/proc/nowhere")), TraceNotFound, "/proc/nowhere"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ _EFFECTS = {
     "small_push": "small bias",
     "small_push_large_noise": "small bias, large noise",
     "large_push": "large bias",
-    "opposed": "no clear direction: without the clip the sign flips",
+    "opposed": "no clear direction: the sign flips without clipping",
 }
 
 _SIZES = {
@@ -43,12 +43,7 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown` if the trace cannot answer the question.
-
-    Other values depend on the question. validity: `valid`, or the first fault. factor: the first finding, or `replay`.
-    size and objective: a key in the tables above, or `in_ratio`. fall: `none`, `unseen`, `not_finite`, `unknown_cause`,
-    or the cause.
-    """
+    """`unknown`, `valid`, `replay`, a finding's or cause's code, or a key in the tables above."""
     severity: str
     short: str
     figure: str = ""
@@ -135,7 +130,7 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio", severity=NOTICE, short="part of the loss's ratio, so clipping and weights act on it",
+            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights apply to it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip

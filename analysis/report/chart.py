@@ -46,7 +46,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """`low` to `high` is the confidence interval of `x`. Both equal `x` if it is exact."""
+    """Confidence interval for `x`. Both ends equal `x` if the step is known exactly."""
     text: str
 
 

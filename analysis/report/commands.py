@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return `tim-trace VERB` for the trace. Adds steps, pair and baseline run if the command takes them."""
+    """Return the `tim-trace VERB` command, with the trace's steps, pair and baseline run if the verb takes them."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]

@@ -28,7 +28,7 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability of a suspect for suggesting a rerun to test it."""
+"""Minimum probability at which a rerun is suggested to test a suspect."""
 _SHOWN = 12
 
 
@@ -70,7 +70,7 @@ class Report(Result):
     verdicts: tuple[RunSummary, ...]
     run: tuple[LineChart, ...]
     constants: dict[str, float]
-    """Values by series, for series that never change in the first run."""
+    """Series that are constant in the first run, with their values."""
     mismatch: tuple[Chart, ...]
     provenance: tuple[Provenance, ...]
     made_with: str = __version__
@@ -181,7 +181,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the recorded passes' contracts. Replays are left out, because their names say what they change."""
+    """Compare the recorded passes' contracts. Replays are excluded: their names already state what was changed."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

@@ -116,8 +116,8 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="Mismatch and drift in the loss's ratio", unit="nats squared",
-            note="ln ratio adds the mismatch d = train - rollout and the policy's drift = current - train. The lines show "
-            "how much each varies across tokens. The drift is intended and clipped. The mismatch is neither.",
+            note="ln ratio is the mismatch (d = train - rollout) plus the policy drift (current - train). The lines "
+            "show how much each varies across tokens. The drift is intended and clipped. The mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum b", "relative_abs_bias": "sum |b|"}):
@@ -174,7 +174,7 @@ def _corrections(subject: Subject) -> BarChart | None:
         for name, key in keys.items()
     }
     return BarChart(
-        key="corrections", title="Share that each correction would cut", unit="share of tokens",
+        key="corrections", title="Share of tokens that each correction would cut", unit="share of tokens",
         note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. See docs/evidence/remedies.md for how much each correction helps.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would have no effect: {', '.join(idle)}." if idle else "",

@@ -55,7 +55,7 @@ def report(
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
-        raise InvalidOption("report: got no trace; give one or more folders")
+        raise InvalidOption("report: no trace given; pass at least one folder")
     pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
     files = [] if output is None else [local(output)]
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]

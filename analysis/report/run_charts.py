@@ -80,7 +80,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return the mismatch with each replay in pass a's place. A logarithmic axis turns 0 into NaN."""
+    """Return lines for the mismatch with each replay in place of pass a. On a logarithmic axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -154,7 +154,7 @@ SERIES: dict[str, Term] = {
     "grad_norm": Term("Gradient norm", "", "Gradient L2 norm logged by the trainer."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
-    "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those in the loss. 0 is on-policy."),
+    "policy_lag": Term("Policy lag", "updates", "Updates between the sampling weights and those in the loss. 0 is on-policy."),
     "changed_weights": Term("Changed weights", "share of elements", "Weight elements with bits that differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
@@ -178,14 +178,14 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "advantage": "How much better a response did than the others in its group. If positive, training makes the "
     "response more likely.",
     "|d|": "Absolute difference between the trainer's and the engine's logprob for a token (nats).",
-    "sum |f|": "What all tokens add to the objective in absolute terms: ratio times advantage, as the loss clips it.",
+    "sum |f|": "Sum of |f| over all tokens, where f is ratio times advantage after the loss's clipping.",
     "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
     "alerts": "Warning levels from frameworks and papers. Each has its own definition.",
     "interval": "Confidence interval from resampling sequence groups: what to expect if the run had sampled different groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of a token's probability ratio under two policies.",
     "arm": "Recorded steps replayed under different numerics, stored as a separate pass.",
-    "observation": "Evidence from a single run, where the first series to change need not be the cause.",
+    "observation": "Evidence from a single run. The first series to change is not necessarily the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
 """Hover notes by word."""

@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 NUM_QUESTIONS = 9
 WHOLE = 30_000_000
 MOST_TOKENS = 5_000_000
-"""Tokens to read from a larger run. A single large step may exceed it."""
+"""Token limit for larger runs. At least one step is read, even if it exceeds the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens. Also return `steps_read`."""
+    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens, and describe the selection."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:

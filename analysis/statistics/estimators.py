@@ -19,7 +19,7 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Turn [N] schemas.sums columns into [N] columns that can be totalled for FROM_SUMS. To avoid cancellation,
+    """Convert schemas.sums columns, [N], to columns, [N], whose totals FROM_SUMS uses. To avoid cancellation,
     ratios are relative to the largest in any sequence, and probabilities are centred on the median sequence mean."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
@@ -72,4 +72,4 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Each `stats` column, from totals over `addable` columns. The formulas match sql/statistics.sql."""
+"""Formulas for the `stats` columns, given totals over `addable` columns. They match sql/statistics.sql."""

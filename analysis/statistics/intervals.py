@@ -27,21 +27,21 @@ MIN_GROUPS = 8
 90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum resampled units. Merging more groups into them leaves the variance unchanged."""
+"""Maximum resampled units. More groups are merged into this many units, which leaves the variance unchanged."""
 
 PARTS = 20
 
 _RESAMPLES = (1_000, 20_000)
-"""Limits on the number of resamples. Between them, about _BEYOND resamples fall beyond each bound."""
+"""Limits on the number of resamples. Within them, about _BEYOND resamples fall beyond each bound of the interval."""
 _BEYOND = 25
 
 _STEP = 1e-5
 
 _NOISE = 1e-9
-"""Below this relative standard error, only rounding is left, so all groups must be identical."""
+"""Below this relative standard error, groups differ only by rounding and count as identical."""
 
 _NO_SPREAD = 1e-6
-"""The same for a resample, relative to the run's standard error."""
+"""Same limit for the standard error in a resample, relative to the run's standard error."""
 
 
 _BLOCK = 1 << 15
@@ -51,9 +51,9 @@ class NoInterval(StrEnum):
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
-    CARRIED = "too few groups determine the value"
-    SINGLE = "single sequences determine the value"
-    UNSEEN = "one sequence's weight can be so large that the run may lack the sequences that determine the value"
+    CARRIED = "the value depends on too few groups"
+    SINGLE = "the value depends on single sequences"
+    UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
@@ -106,7 +106,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Deal whole groups at random to at most PARTS parts. Return each element's part, [N]."""
+    """Divide whole groups at random into at most PARTS parts. Return each element's part, [N]."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -116,7 +116,7 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
     """Return a smooth statistic's interval from its values with each part left out, using Tukey's pseudo-values, P
-    value - (P - 1) value_p. SINGLE means that for most parts, leaving one out changes nothing (e.g. a maximum)."""
+    value - (P - 1) value_p. SINGLE means that leaving out a part rarely changes the value (e.g. a maximum)."""
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
         return NoInterval.FEW
@@ -280,7 +280,6 @@ def _draws(number: int, num_resamples: int) -> Array:
 
 
 def _expanded(student: float, number: int) -> float:
-    """Return the lower level: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
     from scipy.special import ndtr
 
     return float(ndtr(-math.sqrt(number / (number - 1)) * student))

@@ -34,7 +34,7 @@ class Located:
     before: float
     after: float
     gain: float
-    """Squares saved by changing slope and level (long-run variances)."""
+    """Reduction in the sum of squares from letting slope and level change (long-run variances)."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -96,8 +96,8 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high), the start and 90% interval for a decline between two given levels. The interval
-    holds every index within the F quantile for 1 and N - 3 degrees of freedom."""
+    """Return (low, index, high): the start of a decline between two given levels, and its 90% interval, which holds
+    every index whose cost is within the F quantile for 1 and N - 3 degrees of freedom."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -110,7 +110,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
     """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). Levels are fitted, and
-    noise may be autocorrelated. `deviation` bounds it from below."""
+    noise may be autocorrelated. Its standard deviation is at least `deviation`."""
     centred = values - values.mean()
     n = len(centred)
     costs, left = np.full(n, np.inf), centred
@@ -129,6 +129,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share [E, N] for each candidate end."""
+    """Return how much of a linear decline from `start` is complete, from 0 to 1, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -1,4 +1,4 @@
-"""Correlations and centred sums in two passes, merged over sequences.
+"""Correlations and centred sums, computed in two passes over the data and merged over sequences.
 
 This is the corrected two-pass algorithm (Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance).
 
@@ -17,7 +17,7 @@ from .estimators import Array
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
     mean_N: Array
-    """Exact if all values are equal. 0 without counted tokens."""
+    """Mean of the counted tokens, exact if all are equal. 0 if none are counted."""
     off_T: Array
     left_N: Array
 
@@ -47,7 +47,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """Return each sequence's mean minus the median mean with the same `place_N`, [N], or 0 without counted tokens.
+    """Return each sequence's mean minus the median of the means with the same `place_N`, [N]. 0 without counted tokens.
     Sums around this median add up over sequences without losing precision."""
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)

@@ -15,7 +15,7 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Values needed to tell autocorrelation from real changes."""
+"""Minimum number of values for telling autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:

@@ -217,7 +217,7 @@ def choice_text(
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
             f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} "
-            "(by the first reason each was chosen for)."
+            "(counted under the first reason for choosing it)."
         )
     return " ".join(sentences)
 
@@ -252,10 +252,10 @@ def _sorts(
     else:
         yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count toward the loss and have a logprob in both passes."
     sorts = {
-        WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
-        TYPICAL: f"mean |d| closest to the median over the sequences of {evenly}",
+        WORST: f"largest single-token |d| in {'all steps' if looked.has_all_worst else searched}",
+        TYPICAL: f"mean |d| closest to the median of the sequences in {evenly}",
         RANDOM: f"picked by hash from {evenly}",
-        WORST_OF_STEP: f"the {wanted.per_step:,} with the largest |d| of a token in each of up to {wanted.max_steps:,} steps",
+        WORST_OF_STEP: f"{wanted.per_step:,} per step with the largest single-token |d|, in up to {wanted.max_steps:,} steps",
     }
     yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
     if not choice.why:

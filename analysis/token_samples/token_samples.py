@@ -1,4 +1,4 @@
-"""Read chosen sequences token by token: the worst, typical and random ones, and the worst of each step.
+"""Read chosen sequences token by token: the worst, typical and random ones, and each step's worst.
 
 Shapes: T response tokens shown, R tokens in the response.
 """
@@ -169,7 +169,7 @@ def read_token_samples(
     The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. Random
     ones are the same in every call. Each step's worst sequences are added. In a large run, only some steps are searched
     (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
-    responses are cut to a window around their worst token. `choice` in the result gives the numbers.
+    responses are cut to a window around their worst token. The result's `choice` describes the selection.
 
     If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
     """
@@ -214,7 +214,7 @@ class TokenSample:
     first_token: int
     reward: float | None
     advantage: float | None
-    """Advantage of the whole response. None if not recorded, or recorded per token."""
+    """The response's advantage. None if not recorded, or if recorded per token."""
     policy_version: int | None
     """Optimizer updates applied to the sampling weights, or None if not recorded."""
     finish_reason: str | None
@@ -241,7 +241,7 @@ class TokenSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamples:
     sequences: tuple[TokenSample, ...]
-    """The worst, typical and random sequences, then the worst of each step."""
+    """The worst, typical and random sequences, then each step's worst."""
     choice: str
     """Sentences that say what was searched and what the reasons in `why` mean."""
     text_from: str

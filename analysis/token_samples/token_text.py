@@ -1,4 +1,4 @@
-"""Decode token ids with the tokenizer of the trace, and make invisible characters visible.
+"""Decode token ids with the trace's tokenizer, and make invisible characters visible.
 
 Only the vocabulary is read, as data. The tokenizer is never built, so no untrusted regular expression runs.
 """
@@ -187,7 +187,7 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """Read the tokenizer of a trace. If it is missing or unreadable, tokens are shown as ids."""
+    """Read a trace's tokenizer. If it is missing or unreadable, tokens are shown as ids."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):

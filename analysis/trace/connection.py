@@ -110,7 +110,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to row batches in threads. Without rows, it gets one empty batch."""
+        """Apply a function to row batches in threads. If there are no rows, the function gets one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:

@@ -39,8 +39,8 @@ class Database:
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
         """Examine the traces and define their views. `steps` limits the views, but keeps earlier hyperparameters. A
-        Database as `traces` shares its sources. `ray` is a Ray cluster's address. Without a `catalogue`, only this
-        folder's macros exist. Raises InvalidOption if a trace has none of the steps."""
+        Database passed as `traces` shares its sources. `ray` is a Ray cluster's address. Without a `catalogue`, only
+        the core macros are available. Raises InvalidOption if a trace has none of the steps."""
         self.given: tuple[str, ...]
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
@@ -56,7 +56,7 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Each returns the error that a Python function raised inside a query. DuckDB keeps only its message."""
+        """Functions that return the error raised by Python code in a query, because DuckDB keeps only its message."""
         self._defined: set[str] = set()
         self.steps = steps
         self.kept_steps: dict[str, list[int]] = {}
@@ -114,14 +114,14 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence per unreadable or missing part. No result includes these parts."""
+        """One sentence per unreadable or missing part. These parts are excluded from every result."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so the rest proves nothing: {self.damaged[0]}{more}; "
+                f"the trace is damaged or incomplete, so the remaining data proves nothing: {self.damaged[0]}{more}; "
                 f"restore it, or use {option('partial')} to answer from the rest"
             )
 
@@ -150,7 +150,7 @@ class Database:
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Later sums are not stored."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Later sums are not stored in traces."""
         self.views.leave_out(sequences)
         self._forget_sums()
 

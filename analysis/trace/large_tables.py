@@ -1,4 +1,4 @@
-"""Tables with very many files: find the files that a query needs by planning it over empty placeholder files."""
+"""In tables with very many files, find those a query needs by having DuckDB plan it over empty placeholder files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _LargeTable:
     files: Sequence[TableFile]
     folder: str
     no_columns: str = ""
-    """Typed NULLs, so that no file is read."""
+    """SELECT list with typed NULLs, so that no file is read."""
 
     @property
     def marker(self) -> str:

@@ -64,7 +64,7 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """The name begins with `_`, because DuckDB reads some bare names as NULL."""
+    """Return the run's folder name. It begins with `_`, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
@@ -79,12 +79,12 @@ def open_source(url: str, *, examined: Examined | None = None) -> Source:
 def urls_of(traces: Traces) -> list[str]:
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
-        raise InvalidOption("got no trace; give one or more folders", option="traces")
+        raise InvalidOption("no trace given; pass at least one folder", option="traces")
     return urls
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Runs with the same name get numbered suffixes."""
+    """Open traces. Runs with the same name get numbered suffixes."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):

@@ -50,7 +50,7 @@ class SumTables:
             for pair, file in pairs.items()
         ]
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs with sums for every sequence in the views. True if computed, False if stored."""
+        """Pairs with sums for every sequence in the views: True if computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
         self._condition = ""
         self.files: list[ComputedFile] = []

@@ -79,8 +79,8 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Compute a pair's missing sums. Return True if anything was computed. `of_run` includes quantiles over whole
-    runs, exact up to EXACT_TOKENS tokens."""
+    """Compute a pair's missing sums. Return True if anything was computed. `of_run` adds quantiles over whole runs,
+    exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
@@ -224,7 +224,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones. These are never stored in the trace."""
+    """Replace approximate run quantiles with exact ones. Exact quantiles are never stored in the trace."""
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
@@ -306,7 +306,7 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Files in use until now stay, because other processes may read them."""
+    """Delete outdated sums. The files just replaced are kept, because other processes may still read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 

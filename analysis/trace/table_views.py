@@ -65,8 +65,8 @@ class TableViews:
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit all tables to the selected steps, but keep earlier hyperparameters, because they stay in effect.
-        Return the steps by run, and as SQL."""
+        """Limit all tables to the selected steps, but keep earlier hyperparameters, because they stay in effect. Return
+        the steps by run, and an SQL condition that selects them."""
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
         kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
@@ -171,7 +171,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps, or only a range if it has no other `recorded` step.
+    """Return an SQL condition for exactly these steps: just a range if it contains no other `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'

@@ -144,7 +144,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Take the first step, then every further one that keeps the total within `max_tokens`.
+    """Take the first step, then each later step that keeps the total within `max_tokens`.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -168,7 +168,7 @@ CPUS = 4
 """CPUs per actor, because reading is multithreaded and every actor opens the traces."""
 
 UNITS = 64
-"""Minimum units on a cluster, so that actors that finish early get more work."""
+"""Minimum number of work units on a cluster, so that actors that finish early get more."""
 
 
 def spread(
@@ -246,4 +246,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing, because a reader writes nothing."""
+        """Do nothing, because a reader has nothing to flush."""

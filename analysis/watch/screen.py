@@ -21,7 +21,7 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print views below each other, or in place with `again`. After Ctrl-C, print the last one in full."""
+    """Print each view below the last, or redraw in place if `again`. After Ctrl-C, print the last view in full."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
         for seen in views:

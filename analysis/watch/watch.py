@@ -213,7 +213,7 @@ def watch(
 ) -> Iterator[Watched]:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
-    Yields a view every `every` seconds until recording ends, after waiting for the trace to exist. With `once`, yields
+    Waits for the trace to exist, then yields a view every `every` seconds until recording ends. With `once`, yields
     a single view. `steps` selects the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names the
     passes in the mismatch d = logprob(a) - logprob(b) (nats).
 

@@ -17,7 +17,7 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""Nothing recorded yet. `info` defines the other states."""
+"""Nothing has been recorded yet. `info` defines the other states."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
@@ -66,7 +66,7 @@ class Watched(Result):
     steps: str = "-10:"
     """Steps to show (`parse_steps` syntax)."""
     series: Mapping[str, Series]
-    """As returned by `read_series`, all over the same steps."""
+    """All series from `read_series`, over the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
     """Every alert rule at every step (see `diagnose`)."""
     moved: tuple[Moved, ...] = ()
@@ -141,9 +141,9 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     """Draw a series in at most `width` characters, scaled from its minimum to its maximum. Empty without values.
 
-    If a character covers several steps, it shows the worst mismatch (smallest ess, mean_d farthest from 0), the maximum
-    for optimizer, length and policy series, and otherwise the mean. A space marks a missing value, `!` a NaN or
-    infinity.
+    If a character covers several steps, it shows the worst for mismatch series (smallest ess, mean_d farthest from 0),
+    the maximum for optimizer, length and policy series, and the mean for others. A space marks a missing value, `!` a
+    NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""

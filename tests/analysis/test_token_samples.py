@@ -174,7 +174,7 @@ def test_kept_sums_find_the_worst_of_the_whole_run(tmp_path, monkeypatch):
     ensure(database, ("train", "rollout"))
     found = read_token_samples(database, wanted=Wanted(worst=2))
     assert names(found, "worst") == ["20-5", "19-5"]
-    assert "2 worst: largest |d| of a token in all steps" in found.choice
+    assert "2 worst: largest single-token |d| in all steps" in found.choice
     assert "2 with the largest |d|" in found.choice
 
 

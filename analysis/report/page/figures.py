@@ -34,7 +34,7 @@ _INK, _LINE, _PAPER = THEME.values()
 _LEFT = 76
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""For secondary lines, so that lines never differ by colour alone."""
+"""Dash patterns for secondary lines, so that no two lines differ only in colour."""
 _LABELS = 22
 _NEAR_ONE = 1e-5
 _DISTANCE = (

@@ -84,7 +84,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line. The position decides its colour."""
+    """Return (name, is secondary) for each distinct line. A line's index selects its colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -121,7 +121,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape text for HTML, and attach a hover note to each word's first use."""
+    """Escape text for HTML, and attach a hover note to the first use of each glossary term."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -167,7 +167,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| with full colour (nats): the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| drawn in full colour (nats): the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

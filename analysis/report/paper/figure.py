@@ -1,4 +1,4 @@
-"""Draw charts with matplotlib and its own font, so that the same version draws byte-identical figures everywhere."""
+"""Draw charts with matplotlib and its bundled font: one matplotlib version draws identical bytes on every machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PaperStyle:
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
     font: str = FONT
-    """An installed font. DejaVu Sans draws the characters that it lacks."""
+    """Name of an installed font. Characters missing from it are drawn in DejaVu Sans."""
     title: bool = False
     """Off by default, because papers put the title in the caption."""
 
