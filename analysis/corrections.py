@@ -86,9 +86,9 @@ def _rules(
 ) -> list[Correction]:
     for option, value in (("token-threshold", token_threshold), ("sequence-threshold", sequence_threshold)):
         if not value > 0:
-            raise InvalidOption(f"got {value}; give a ratio above 0, e.g. 2", option=option)
+            raise InvalidOption(f"got {value}; pass a ratio above 0, e.g. 2", option=option)
     if not veto >= 0:
-        raise InvalidOption(f"got {veto}; give a ratio of at least 0, e.g. 1e-4", option="veto")
+        raise InvalidOption(f"got {veto}; pass a ratio of at least 0, e.g. 1e-4", option="veto")
     return published(
         *names, token_threshold=token_threshold, sequence_threshold=sequence_threshold, icepop=_bounds("icepop", icepop),
         geometric=_bounds("geometric", geometric), veto=veto,

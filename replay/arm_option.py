@@ -67,10 +67,10 @@ class ArmOption:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         if self.most is None and value < self.least:
-            raise InvalidOption(f"got {value}; give {self.least} or more", option=name)
+            raise InvalidOption(f"got {value}; pass {self.least} or more", option=name)
         if self.most is not None and not 0 < value <= self.most:
             bound = "" if self.most == inf else f" and up to {self.most:g}"
-            raise InvalidOption(f"got {value}; give a number above 0{bound}", option=name)
+            raise InvalidOption(f"got {value}; pass a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label

@@ -84,6 +84,6 @@ def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
         return 1.0 if device_here() == "cuda" else 0.0
     if gpus_per_arm < 0 or (gpus_per_arm > 1 and gpus_per_arm != int(gpus_per_arm)):
         raise InvalidOption(
-            f"got {gpus_per_arm:g}; give a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
+            f"got {gpus_per_arm:g}; pass a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
         )
     return float(gpus_per_arm)

@@ -94,7 +94,7 @@ def parse_sample(text: str | float) -> float:
         wanted = float("nan")
     if not isfinite(wanted) or wanted <= 0 or (wanted >= 1 and wanted != int(wanted)):
         raise InvalidOption(
-            f"got {str(text)!r}; give a fraction below 1 (0.01) or a number of sequences (500)",
+            f"got {str(text)!r}; pass a fraction below 1 (0.01) or a number of sequences (500)",
             option="sample",
         )
     return wanted

@@ -369,7 +369,7 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
         assert tim_trace.sql(trace, "SELECT toy FROM my_toy_steps('train', 'rollout')").arrow().num_rows == 3
         with pytest.raises(InvalidOption, match="scale: verl has no such option; it belongs to my-toy"):
             tim_trace.stats(trace, like="verl", scale=2.0)
-        with pytest.raises(InvalidOption, match="scale: got -1; give 0 or more"):
+        with pytest.raises(InvalidOption, match="scale: got -1; pass 0 or more"):
             tim_trace.stats(trace, like="my-toy", scale=-1.0)
     finally:
         registry._files.cache_clear()

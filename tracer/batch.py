@@ -73,11 +73,11 @@ class Batch:
             return np.arange(len(self))
         numbers = to_numpy(rows.cpu() if is_tensor(rows) else rows)
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-            hint = "; for a mask, give np.flatnonzero(mask)" if numbers.dtype.kind == "b" else ""
-            raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; give a list of row numbers{hint}")
+            hint = "; for a mask, pass np.flatnonzero(mask)" if numbers.dtype.kind == "b" else ""
+            raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; pass a list of row numbers{hint}")
         numbers = numbers.astype(np.int64)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
-            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 to {len(self) - 1}")
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; pass row numbers from 0 to {len(self) - 1}")
         if len(np.unique(numbers)) != len(numbers):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
         return numbers
@@ -87,7 +87,7 @@ class Batch:
         strangers = np.setdiff1d(numbers, scored)
         if len(strangers):
             raise InvalidRecord(
-                f"step {self.step}, captured_rows: row {strangers[0]} is not among the scored rows. Give its "
+                f"step {self.step}, captured_rows: row {strangers[0]} is not among the scored rows. Pass its "
                 "logprobs in the same call"
             )
         return numbers
@@ -155,14 +155,14 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
     if not is_padded(ids):
         came = "not given" if ids is None else "given as lists, which have no padding"
         raise InvalidRecord(
-            f"{where}, {name}: {side}_ids were {came}. Give {side}_ids as a tensor or array [B, T] with the mask, "
+            f"{where}, {name}: {side}_ids were {came}. Pass {side}_ids as a tensor or array [B, T] with the mask, "
             "or as lists without the mask"
         )
     padding = Padding.of(mask, f"{where}, {name}")
     empty = np.flatnonzero(padding.lengths == 0)
     if warn and padding.width and len(empty):
         if len(empty) == len(padding.lengths):
-            raise InvalidRecord(f"{where}, {name}: contains only 0, so no row has a token. Give 1 for each token")
+            raise InvalidRecord(f"{where}, {name}: contains only 0, so no row has a token. Pass 1 for each token")
         warn(
             f"{name} of empty rows",
             f"{where}, {name}: row {empty[0]} contains only 0 ({len(empty)} of {len(padding.lengths)} rows do), so it "
@@ -189,7 +189,7 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
         if padded.mean() >= MIN_SHARE and longest >= MIN_LONGEST_RUN:
             return (
                 f"{what}: {padded.sum()} of {len(cells)} rows {side} with up to {longest} repeats of token {token}, "
-                f"which looks like padding. Without {mask_name}, every cell is recorded as a token. Give that mask, or "
+                f"which looks like padding. Without {mask_name}, every cell is recorded as a token. Pass that mask, or "
                 f"lists without padding"
             )
     return None

@@ -117,7 +117,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Lock a trace's folder for this block. Folders created here are removed if the block raises."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file. Give a new folder")
+        raise TraceExists(f"{path}: is a file. Pass a new folder")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with ExitStack() as claim:
         with _explained(path):

@@ -32,7 +32,7 @@ class Patience:
     ):
         """`path` identifies the file system in messages. `meanwhile` is called after each message."""
         if not max_wait_s > 0:
-            raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
+            raise InvalidOption(f"got {max_wait_s}; pass a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
         self._path, self._meanwhile = os.fspath(path), meanwhile

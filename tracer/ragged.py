@@ -79,7 +79,7 @@ class Padding:
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
         given = _cells(mask, what)
         if given.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
+            raise InvalidRecord(f"{what}: got shape {given.shape}; pass [B, T], the shape of its batch")
         flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
         cells: np.ndarray = flat.reshape(given.shape)
         lengths = cells.sum(axis=1, dtype=np.int64)
@@ -117,11 +117,11 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     if not is_padded(data):
         rows = data.tolist() if isinstance(data, np.ndarray) and data.dtype == object and data.ndim == 1 else data
         if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
-            raise InvalidRecord(f"{what}: got {shown(data)}; give a tensor or array [B, T], or B lists")
+            raise InvalidRecord(f"{what}: got {shown(data)}; pass a tensor or array [B, T], or B lists")
         return _flatten_lists(rows, dtype, what)
     cells = _cells(data, what, dtype)
     if cells.ndim != 2:
-        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give a batch [B, T] with its mask, or B lists")
+        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; pass a batch [B, T] with its mask, or B lists")
     return _flatten_padded(cells, dtype, padding, what)
 
 
@@ -138,7 +138,7 @@ def num_rows(data: Any, what: str) -> int:
         return int(shape[0])
     if shape is None and isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         return len(data)
-    raise InvalidRecord(f"{what}: got {shown(data)}; give a tensor or array [B, T], or B lists")
+    raise InvalidRecord(f"{what}: got {shown(data)}; pass a tensor or array [B, T], or B lists")
 
 
 def shown(value: Any) -> str:
@@ -197,7 +197,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a list as an array and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
-        raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Give B lists, one per sequence")
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Pass B lists, one per sequence")
     valid = None
     # NumPy would read None as NaN, but here only None means "not recorded".
     if isinstance(row, (list, tuple)) and _has_none(row):
@@ -207,7 +207,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         row = [0.0 if item is None else item for item in row]
     array = _cells(row, f"{what}: row {index}", dtype)
     if array.ndim != 1:
-        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Give a flat list: {shown(row)}")
+        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Pass a flat list: {shown(row)}")
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_expected_values(dtype)}")
     return array, valid

@@ -266,7 +266,7 @@ class Recorder:
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
-            raise InvalidRecord(f"step {step}, split: got {shown(split)}; give {' or '.join(map(repr, SPLITS))}")
+            raise InvalidRecord(f"step {step}, split: got {shown(split)}; pass {' or '.join(map(repr, SPLITS))}")
         given["response_ids"] = local_part(response_ids, f"step {step}, response_ids")
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
@@ -275,7 +275,7 @@ class Recorder:
             )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
-                f"step {step}, rewards: got {shown(rewards)}; give a dict of values [B] by reward function, or "
+                f"step {step}, rewards: got {shown(rewards)}; pass a dict of values [B] by reward function, or "
                 f"give their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
@@ -292,7 +292,7 @@ class Recorder:
         if self._ordered and named.step is not None and step < named.step:
             raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_STEP_DECREASES}")
         if own is not None and len(own) != rows:
-            raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; give one per response")
+            raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; pass one per response")
         seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
         known = named.add(step, seq_ids, ordered=self._ordered)
         batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
@@ -352,7 +352,7 @@ class Recorder:
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
         if not isinstance(batch, Batch):
-            raise InvalidRecord(f"batch: got {shown(batch)}; give the batch that add_sequences returned")
+            raise InvalidRecord(f"batch: got {shown(batch)}; pass the batch that add_sequences returned")
         self._raise_earlier()
         batch.check(self.folder)
         what = f"step {batch.step}, pass {pass_name!r}"
@@ -360,7 +360,7 @@ class Recorder:
         for (name, kind), value in zip(kinds.items(), (forward, distribution, routing), strict=True):
             if value is not None and not isinstance(value, kind):
                 wanted = " or ".join(part.__name__ for part in getattr(kind, "__args__", (kind,)))
-                raise InvalidRecord(f"{what}, {name}: got {shown(value)}; give a {wanted}")
+                raise InvalidRecord(f"{what}, {name}: got {shown(value)}; pass a {wanted}")
         chosen = batch.rows(rows)
         given["logprobs"] = logprobs = local_part(logprobs, f"{what}, logprobs")
         found = num_rows(logprobs, f"{what}, logprobs")
@@ -377,7 +377,7 @@ class Recorder:
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: computing logits from hidden states needs the scoring weights. Give "
+                f"{what}, distribution: computing logits from hidden states needs the scoring weights. Pass "
                 "policy_version"
             )
         staged = Staged(
@@ -421,7 +421,7 @@ class Recorder:
         """
         version = step_number(version, "version")
         if not isinstance(tensors, Mapping):
-            raise InvalidRecord(f"version {version}: got {shown(tensors)}; give a state_dict: tensors by name")
+            raise InvalidRecord(f"version {version}: got {shown(tensors)}; pass a state_dict: tensors by name")
         for name, tensor in tensors.items():
             _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
         self.writer.keep_weights(version, tensors)
@@ -448,7 +448,7 @@ class Recorder:
         Raises InvalidRecord if the step decreases.
         """
         if not isinstance(values, Mapping):
-            raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of values by name")
+            raise InvalidRecord(f"hyperparameters: got {shown(values)}; pass a dict of values by name")
         step = step_number(step)
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
         if step > 0:
@@ -464,7 +464,7 @@ class Recorder:
         ...     recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean"))
         """
         if not isinstance(loss, Loss):
-            raise InvalidRecord(f"loss: got {shown(loss)}; give a tim_trace.Loss")
+            raise InvalidRecord(f"loss: got {shown(loss)}; pass a tim_trace.Loss")
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
@@ -506,7 +506,7 @@ class Recorder:
             prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"{where}, prompt_ids")
             if len(prompt_ids) != rows:
                 raise InvalidRecord(
-                    f"{where}: got {len(prompt_ids)} prompts for {rows} responses; give one per response"
+                    f"{where}: got {len(prompt_ids)} prompts for {rows} responses; pass one per response"
                 )
 
         def prepared(column: Column) -> Any:
@@ -537,7 +537,7 @@ class Recorder:
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
-                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding. Give "
+                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding. Pass "
                 "logprobs as a tensor or array [B, T] with the mask, or lists without it"
             )
         padding = batch.padding(chosen)
@@ -677,7 +677,7 @@ def _unmasked(batch: Batch) -> str:
 
 def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
     if not hasattr(value, attribute):
-        raise InvalidRecord(f"{what}: got {shown(value)}; give a {wanted}")
+        raise InvalidRecord(f"{what}: got {shown(value)}; pass a {wanted}")
 
 
 def _refuse_taken(folder: Path, path: Any) -> None:

@@ -45,7 +45,7 @@ class Forward:
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
                 raise InvalidRecord(
-                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}. Give one integer for each of the "
+                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}. Pass one integer for each of the "
                     f"{rows} rows"
                 )
 
@@ -132,7 +132,7 @@ def aligned(
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(
-            f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences; give one per sequence"
+            f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences; pass one per sequence"
         )
     wrong = np.flatnonzero(ragged.lengths != lengths)
     if len(wrong):
@@ -171,7 +171,7 @@ def check_whole(logprobs: Any, what: str) -> None:
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
-        raise InvalidRecord(f"{what}: got {name}; give log-probabilities as floats, before any rounding to integers")
+        raise InvalidRecord(f"{what}: got {name}; pass log-probabilities as floats, before any rounding to integers")
 
 
 def is_per_token(advantage: Any) -> bool:

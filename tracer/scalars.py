@@ -24,7 +24,7 @@ def step_number(value: Any, what: str = "step") -> int:
     """
     whole = value.item() if _is_array(value) and value.shape == () else value
     if not isinstance(whole, Integral) or isinstance(whole, (bool, np.bool_)) or not 0 <= int(whole) <= _INT64_MAX:
-        raise InvalidRecord(f"{what}: got {shown(value)}; give a non-negative integer")
+        raise InvalidRecord(f"{what}: got {shown(value)}; pass a non-negative integer")
     return int(whole)
 
 
@@ -64,7 +64,7 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
     if not isinstance(value, Sequence):
         raise InvalidRecord(f"{what}: got {shown(value)}; {give}")
     if len(value) != rows:
-        raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences; give one per sequence")
+        raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences; pass one per sequence")
     return list(value)
 
 
@@ -72,7 +72,7 @@ def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
-        raise InvalidRecord(f"{what}: got {shown(values)}; give a list of strings or integers")
+        raise InvalidRecord(f"{what}: got {shown(values)}; pass a list of strings or integers")
     if type(values) is list and set(map(type, values)) == {str} and "".join(values).isascii():
         return list(values)
     return [_name(value, f"{what}: row {row}", optional) for row, value in enumerate(values)]
@@ -110,7 +110,7 @@ def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:
         found = _as_int(value, type) if pa.types.is_integer(type) else as_float(value)
         if found is not None:
             return found
-    raise InvalidRecord(f"{what}: got {shown(value)}; give {_WANTED[str(type)]}")
+    raise InvalidRecord(f"{what}: got {shown(value)}; pass {_WANTED[str(type)]}")
 
 
 _WANTED = {
@@ -149,7 +149,7 @@ def _array(value: Any, what: str) -> np.ndarray:
 
 def check_metrics(values: Any, what: str) -> None:
     if not isinstance(values, Mapping):
-        raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of values by name")
+        raise InvalidRecord(f"{what}: got {shown(values)}; pass a dict of values by name")
     for name, value in values.items():
         if not isinstance(name, str):
             raise InvalidRecord(f"{what}: the name {shown(name)} is not a string")
@@ -165,11 +165,11 @@ def _check_metric(value: Any, what: str) -> None:
     elif _is_array(value):
         if int(np.prod(value.shape)) != 1:
             raise InvalidRecord(
-                f"{what}: got values of shape {tuple(value.shape)}; give one number, such as their mean, or name each value"
+                f"{what}: got values of shape {tuple(value.shape)}; pass one number, such as their mean, or name each value"
             )
         if not is_tensor(value) and value.dtype.kind in "OU":
             _check_metric(value.item(), what)
     elif isinstance(value, (Sequence, Set)):
-        raise InvalidRecord(f"{what}: got {shown(value)}; give one number, such as their mean, or name each value")
+        raise InvalidRecord(f"{what}: got {shown(value)}; pass one number, such as their mean, or name each value")
     elif isinstance(value, int) and as_float(value) is None:
         raise InvalidRecord(f"{what}: the number is too large for float64. Give it as text")

@@ -49,7 +49,7 @@ def local_part(value: Any, what: str) -> Any:
     if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
         return value.to_local()
     raise InvalidRecord(
-        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Give its "
+        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Pass its "
         "full_tensor(), called by every process in its mesh"
     )
 

@@ -347,7 +347,7 @@ class Store:
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
-                f"{self.url}: has no {MANIFEST}, so it is not a trace. Give the folder written by `tim-trace record "
+                f"{self.url}: has no {MANIFEST}, so it is not a trace. Pass the folder written by `tim-trace record "
                 "-o` or `tim-trace import`"
             ) from error
         except StorageError:

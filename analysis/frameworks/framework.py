@@ -42,7 +42,7 @@ class Framework:
             if choices:
                 check_choice(self.name, option.name, value, choices)
             if at_least is not None and not value >= at_least:
-                raise InvalidOption(f"got {value:g}; give {at_least:g} or more", option=option.name)
+                raise InvalidOption(f"got {value:g}; pass {at_least:g} or more", option=option.name)
         self.check()
 
     def check(self) -> None:

@@ -83,7 +83,7 @@ class Slime(Framework):
 
     def _check_bounds(self) -> None:
         if self.tis_upper_bound <= 0:
-            raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
+            raise InvalidOption(f"got {self.tis_upper_bound:g}; pass a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
             raise InvalidOption(f"got {tis_lower:g}; it must be below tis_upper_bound", option="tis_lower_bound")

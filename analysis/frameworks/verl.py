@@ -126,7 +126,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"got {len(bounds)} bounds for {len(chosen)} rules; give 1, or one per rule",
+            f"got {len(bounds)} bounds for {len(chosen)} rules; pass 1, or one per rule",
             option="rollout_rs_threshold",
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):

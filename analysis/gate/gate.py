@@ -62,7 +62,7 @@ def gate(
             "got no condition; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; pass a share between 0 and 1, e.g. 0.95", option="confidence")
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     database = open_database(trace)
     database.check_whole(partial=partial)

@@ -223,7 +223,7 @@ def watch(
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
     """
     if not 0 < every <= _LONGEST_S:
-        raise InvalidOption(f"got {every}; give a number of seconds above 0 and at most {_LONGEST_S:g}", option="every")
+        raise InvalidOption(f"got {every}; pass a number of seconds above 0 and at most {_LONGEST_S:g}", option="every")
     watcher = Watcher(trace, pair=pair, steps=steps)
     return iter([_whole(watcher, progress)]) if once else _again_and_again(watcher, every)
 

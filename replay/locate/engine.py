@@ -100,7 +100,7 @@ def _layers(text: str | None) -> Callable[[str], bool]:
         ends = [int(part) if part else None for part in text.split(":")]
         first, last = (ends[0], ends[0]) if len(ends) == 1 else ends
     except ValueError as error:
-        raise InvalidOption(f"got {text!r}; give a layer, or FIRST:LAST", option="layers") from error
+        raise InvalidOption(f"got {text!r}; pass a layer, or FIRST:LAST", option="layers") from error
 
     def wanted(name: str) -> bool:
         layer = layer_of(name)
@@ -114,7 +114,7 @@ def _named(text: str | None) -> Callable[[str], bool]:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(f"got {text!r}; give comma-separated name parts, e.g. q_proj,rotary", option="operators")
+        raise InvalidOption(f"got {text!r}; pass comma-separated name parts, e.g. q_proj,rotary", option="operators")
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 

@@ -70,7 +70,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
         missing = [name for name in names if name not in by_name]
         if missing:
             raise InvalidOption(
-                f"{missing[0]!r} is not a scored sequence of step {step}; give a number, random:N, or ids such as "
+                f"{missing[0]!r} is not a scored sequence of step {step}; pass a number, random:N, or ids such as "
                 f"{usable[0].seq_id}",
                 option="sequences",
             )

@@ -712,10 +712,10 @@ def test_the_macros_give_the_same(steps):
             {"use_tis": True, "rs_lower_bound": 3.0},
             "rs_lower_bound: got 3; it must be below rs_upper_bound, 2",
         ),
-        ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; give a number above 0"),
-        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; give 0 or more"),
-        ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; give 1 or more"),
-        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; give 0 or more"),
+        ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; pass a number above 0"),
+        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; pass 0 or more"),
+        ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; pass 1 or more"),
+        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; pass 0 or more"),
         (
             "nemo-rl",
             {
@@ -726,8 +726,8 @@ def test_the_macros_give_the_same(steps):
             "depends on which sequences shared a micro-batch",
         ),
         ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
-        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); give two numbers"),
-        ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; give 0 or more"),
+        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); pass two numbers"),
+        ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; pass 0 or more"),
     ],
 )
 def test_options_of_another_framework_or_without_sense_are_refused(tmp_path, framework, options, message):

@@ -412,9 +412,9 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_clip_min=4.0)
     with pytest.raises(InvalidOption, match="loss_type: got 'ppo'; trl has grpo, dr_grpo"):
         stats(tmp_path / "run", like="trl", loss_type="ppo")
-    with pytest.raises(InvalidOption, match="epsilon: got -1; give 0 or more"):
+    with pytest.raises(InvalidOption, match="epsilon: got -1; pass 0 or more"):
         stats(tmp_path / "run", like="trl", epsilon=-1.0)
-    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more"):
+    with pytest.raises(InvalidOption, match="logging_steps: got 0; pass 1 or more"):
         stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
     with pytest.raises(InvalidOption, match="logging_steps: TRL does not log values for a whole run; use by='step'"):
         stats(tmp_path / "run", like="trl", logging_steps=2)

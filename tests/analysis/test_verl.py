@@ -331,7 +331,7 @@ def test_a_token_without_a_logprob_counts_in_nothing(verl, tmp_path):
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "give it a single upper bound"),
         (
             {"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"},
-            "got 2 bounds for 1 rules; give 1, or one per rule",
+            "got 2 bounds for 1 rules; pass 1, or one per rule",
         ),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1"}, "got '-1'; write upper or lower_upper"),
     ],

@@ -43,7 +43,7 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("padding=packed,attention=eager", "cannot keep rows apart; use attention='math', flash"),
         ("prefix-caching=on", "works only with vLLM; add engine='vllm'"),
         ("engine=vllm,dtype=fp64", "dtype: vLLM does not support fp64; use fp32, bf16, fp16"),
-        ("weights-version=-1", "weights_version: got -1; give 0 or more"),
+        ("weights-version=-1", "weights_version: got -1; pass 0 or more"),
         ("engine=vllm,threads=2", "threads: vLLM does not support this option; .*mode.*attention-backend"),
     ],
 )

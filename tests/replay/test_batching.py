@@ -173,7 +173,7 @@ def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_tokens": 0}, "got 0; give 1 or more"),
+        ({"batch_tokens": 0}, "got 0; pass 1 or more"),
         (
             {"batch_tokens": 64, "batch_size": 2},
             "64 cannot be combined with batch-size 2: both limit the size of a forward pass; drop one",

@@ -174,7 +174,7 @@ def test_an_address_without_a_cluster_is_refused_before_anything_is_removed(trac
 def test_options_that_a_cluster_does_not_take_are_refused(trace):
     with pytest.raises(InvalidOption, match="gpus_per_arm: applies only to a cluster; add ray='auto'"):
         replay(trace, gpus_per_arm=1)
-    with pytest.raises(InvalidOption, match=r"gpus_per_arm: got 1\.5; give a fraction from 0 to 1, or a whole number"):
+    with pytest.raises(InvalidOption, match=r"gpus_per_arm: got 1\.5; pass a fraction from 0 to 1, or a whole number"):
         replay(trace, ray="local", gpus_per_arm=1.5)
     with pytest.raises(
         InvalidOption, match="dry_run: measures the speed in this process, so it cannot be combined with ray"

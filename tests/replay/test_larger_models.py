@@ -70,7 +70,7 @@ def test_vllm_divides_a_model_among_two_processes_and_takes_version_after_versio
     [
         ({"tensor_parallel_size": 2}, "works only with vLLM; add engine='vllm'"),
         ({"engine": "exact", "tensor_parallel_size": 2}, "engine exact does not support this option"),
-        ({"engine": "vllm", "tensor_parallel_size": 0}, "got 0; give 1 or more"),
+        ({"engine": "vllm", "tensor_parallel_size": 0}, "got 0; pass 1 or more"),
     ],
 )
 def test_it_is_an_arm_of_vllm_alone(options, words):

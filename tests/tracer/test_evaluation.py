@@ -93,7 +93,7 @@ def test_an_evaluation_may_have_the_names_and_steps_of_training(tmp_path):
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]], split="eval")
         with pytest.raises(InvalidRecord, match="occurs twice"):
             recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]], split="eval")
-        with pytest.raises(InvalidRecord, match=r"split: got 'test' .*; give 'train' or 'eval'"):
+        with pytest.raises(InvalidRecord, match=r"split: got 'test' .*; pass 'train' or 'eval'"):
             recorder.add_sequences(step=3, response_ids=[[1]], split="test")
     assert info(str(tmp_path / "run")).num_sequences == 1
 

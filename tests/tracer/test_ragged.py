@@ -73,8 +73,8 @@ def test_lists_of_tensors_and_arrays_are_ragged():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (np.zeros(3), r"shape \(3,\); give a batch \[B, T\]"),
-        ([1, 2], r"here: row 0 is 1 \(int\)\. Give B lists"),
+        (np.zeros(3), r"shape \(3,\); pass a batch \[B, T\]"),
+        ([1, 2], r"here: row 0 is 1 \(int\)\. Pass B lists"),
         ([["a"]], r"here: row 0 is \['a'\] \(list\); token ids are whole numbers from 0 to 2147483647"),
         ([[1.0, [2]]], r"here: row 0 is \[1.0, \[2\]\] \(list\)"),
         (7, r"got 7 \(int\)"),

@@ -55,7 +55,7 @@ def refused(recorder, message, **changes):
 
 @pytest.mark.parametrize("step", [1.5, 1.0, "1", True, None, -1, 2**63, np.float64(1), torch.tensor(1.0), [1], NAN])
 def test_a_step_is_an_integer_from_0_on(recorder, step):
-    refused(recorder, r"^step: got .*; give a non-negative integer", step=step)
+    refused(recorder, r"^step: got .*; pass a non-negative integer", step=step)
     with pytest.raises(InvalidRecord, match=r"^step: got"):
         recorder.add_metrics(step, {"loss": 1.0})
 
@@ -78,8 +78,8 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ([["1", "2"], ["3"]], r"row 0 is \['1', '2'\]"),
         ([[True, False], [True]], r"row 0 is \[True, False\]"),
         ([[[1], [2]], [[3]]], r"row 0 has shape \(2, 1\)"),
-        ([[1, 2], 3], r"row 1 is 3 \(int\)\. Give B lists"),
-        ([None, [3]], r"row 0 is None\. Give B lists"),
+        ([[1, 2], 3], r"row 1 is 3 \(int\)\. Pass B lists"),
+        ([None, [3]], r"row 0 is None\. Pass B lists"),
         (["ab", "c"], r"row 0 is 'ab' \(str\)"),
         (np.array([[1, 2**40], [3, 4]]), "row 0, token 1 is 1099511627776"),
         (np.array([[1, -1], [3, 4]]), "row 0, token 1 is -1"),
@@ -88,12 +88,12 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         (np.array([[1, None], [2, 3]], dtype=object), "got values of object"),
         (np.array([[True, False]]), "got values of bool"),
         (np.array([[1j]]), "got values of complex128"),
-        (np.array([1, 2]), r"got shape \(2,\); give a batch \[B, T\]"),
+        (np.array([1, 2]), r"got shape \(2,\); pass a batch \[B, T\]"),
         (np.float32([[2**24 + 2, 1]]), "row 0, token 0 is 16777218.0"),
         (torch.tensor([[1, 2]], dtype=torch.bfloat16), "got bfloat16, which rounds token ids"),
         (torch.tensor([[1, 2]], dtype=torch.float16), "float16, which rounds token ids"),
         (torch.tensor([[1, 2**40]]), "row 0, token 1 is 1099511627776"),
-        ({"a": [1]}, r"response_ids: got \{'a': \[1\]\} \(dict\); give a tensor or array"),
+        ({"a": [1]}, r"response_ids: got \{'a': \[1\]\} \(dict\); pass a tensor or array"),
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
@@ -131,22 +131,22 @@ PER_ROW = {
 @pytest.mark.parametrize("name", PER_ROW)
 def test_a_value_of_another_kind_is_refused(recorder, name):
     value, needed = PER_ROW[name]
-    refused(recorder, rf"^step 1, {name}.*: got .*; give ({needed})", **{name: value})
+    refused(recorder, rf"^step 1, {name}.*: got .*; pass ({needed})", **{name: value})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": [1.0, "2"]}, r"reward: row 1: got '2' \(str\); give a number"),
+        ({"reward": [1.0, "2"]}, r"reward: row 1: got '2' \(str\); pass a number"),
         ({"reward": [1.0]}, "reward: got 1 values for 2 sequences"),
         (
             {"reward": np.ones((2, 1))},
-            r"reward: got shape \(2, 1\); give one value, or one for each of the 2 sequences",
+            r"reward: got shape \(2, 1\); pass one value, or one for each of the 2 sequences",
         ),
         ({"reward": {"a": 1.0}}, r"reward: got \{'a': 1.0\} \(dict\)"),
         ({"reward": [[1.0], [2.0]]}, r"reward: row 0: got \[1.0\] \(list\)"),
-        ({"reward": np.array(["a", "b"])}, "reward: row 0: got .*; give a number"),
-        ({"reward": 10**400}, "reward: got .*; give a number"),
+        ({"reward": np.array(["a", "b"])}, "reward: row 0: got .*; pass a number"),
+        ({"reward": 10**400}, "reward: got .*; pass a number"),
         ({"policy_version": [1, NAN]}, "policy_version: row 1: got nan"),
         ({"policy_version": 2**63}, "policy_version: got"),
         ({"advantage": ["a", "b"]}, "advantage: row 0: got 'a'"),
@@ -154,18 +154,18 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"advantage": [[0.5, "x"], [1.0]]}, r"advantages: row 0 is \[0.5, 'x'\]"),
         (
             {"advantage": [[0.5, 1e39], [1.0]]},
-            "advantages: row 0, token 1 is 1e\\+39; give numbers within the range of float32",
+            "advantages: row 0, token 1 is 1e\\+39; pass numbers within the range of float32",
         ),
-        ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); give a dict of values"),
-        ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; give a dict of values"),
+        ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); pass a dict of values"),
+        ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; pass a dict of values"),
         ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),
-        ({"rewards": {"right": ["a", 1.0]}}, r"rewards\['right'\]: row 0: got 'a' \(str\); give a number"),
+        ({"rewards": {"right": ["a", 1.0]}}, r"rewards\['right'\]: row 0: got 'a' \(str\); pass a number"),
         ({"group_ids": ["g"]}, "group_ids: got 1 values for 2 sequences"),
         ({"group_ids": [0.5, 1.5]}, "group_ids: row 0 is 0.5 .*A name is a string or an integer, or None"),
         ({"group_ids": 7}, "group_ids: got 7"),
         ({"seq_ids": ["a", None]}, r"seq_ids: row 1 is None\. A name is a string or an integer"),
         ({"seq_ids": [1.5, 2.5]}, "seq_ids: row 0 is 1.5"),
-        ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; give a list of strings or integers"),
+        ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; pass a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
         ({"seq_ids": ["a", "a"]}, "sequence 'a': occurs twice"),
         ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
@@ -192,7 +192,7 @@ def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
     [
         (np.zeros((2, 2)), "response_attention_mask: contains only 0, so no row has a token"),
         (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has \(2, 3\)"),
-        (np.ones(2), r"response_attention_mask: got shape \(2,\); give \[B, T\]"),
+        (np.ones(2), r"response_attention_mask: got shape \(2,\); pass \[B, T\]"),
         (np.array([[1, NAN], [1, 0]]), "response_attention_mask: row 0, token 1 is nan"),
         (np.array([[0, -INF], [0, 0]]), "response_attention_mask: row 0, token 1 is -inf"),
         (np.array([["1", "0"], ["1", "1"]]), "response_attention_mask: got values of str"),
@@ -251,29 +251,29 @@ def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
 
 
 SCORES = [
-    ({"logprobs": None}, "logprobs: got None; give a tensor or array"),
+    ({"logprobs": None}, "logprobs: got None; pass a tensor or array"),
     ({"logprobs": {"a": [-1.0]}}, r"logprobs: got .* \(dict\)"),
     ({"logprobs": [["a", "b"], ["c"]]}, r"logprobs of pass 'train': row 0 is \['a', 'b'\]"),
     ({"logprobs": [None, [-1.0]]}, "logprobs of pass 'train': row 0 is None"),
     ({"logprobs": [[True, True], [True]]}, "row 0 is"),
     (
         {"logprobs": [torch.tensor([-1, -2]), torch.tensor([-3])]},
-        "logprobs: got int64; give log-probabilities as floats",
+        "logprobs: got int64; pass log-probabilities as floats",
     ),
     ({"logprobs": np.array([[-1, -2], [-3, -4]])}, "logprobs: got int64"),
-    ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; give numbers within the range of float32"),
+    ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; pass numbers within the range of float32"),
     ({"logprobs": np.array([-1.0, -2.0])}, r"logprobs of pass 'train': got shape \(2,\)"),
     ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs are lists, which have no padding"),
     ({"logprobs": LOGPROBS, "entropy": [["x", 1.0], [1.0]]}, "entropy of pass 'train': row 0"),
     ({"logprobs": LOGPROBS, "scored_mask": [[1, NAN], [1]]}, "scored_mask of pass 'train': row 0, token 1 is nan"),
     ({"logprobs": LOGPROBS, "policy_version": [1, 2, 3]}, "policy_version: got 3 values for 2 sequences"),
     ({"logprobs": LOGPROBS, "policy_version": "x"}, "policy_version: got 'x'"),
-    ({"logprobs": LOGPROBS, "rows": [0.5, 1]}, r"rows: got \[0.5, 1\] \(list\); give a list of row numbers"),
-    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*for a mask, give np.flatnonzero\(mask\)"),
+    ({"logprobs": LOGPROBS, "rows": [0.5, 1]}, r"rows: got \[0.5, 1\] \(list\); pass a list of row numbers"),
+    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*for a mask, pass np.flatnonzero\(mask\)"),
     ({"logprobs": LOGPROBS, "rows": ["0", "1"]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": [[0, 1]]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": 1}, "rows: got"),
-    ({"logprobs": LOGPROBS, "forward": {"ids": [1, 2]}}, r"forward: got .* \(dict\); give a Forward"),
+    ({"logprobs": LOGPROBS, "forward": {"ids": [1, 2]}}, r"forward: got .* \(dict\); pass a Forward"),
     ({"logprobs": LOGPROBS, "distribution": {"token_ids": 1}}, "distribution: got .*give a TopK or Logits or Hidden"),
     ({"logprobs": LOGPROBS, "routing": [1]}, "routing: got .*give a Routing"),
     ({"logprobs": LOGPROBS, "rows": [0, 0]}, "give each row's number once"),
@@ -299,7 +299,7 @@ def forward(**changes):
 def test_a_forward_has_one_integer_a_row(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(
-        InvalidRecord, match=r"forward: places has shape \(3,\) of int64\. Give one integer for each of the 2"
+        InvalidRecord, match=r"forward: places has shape \(3,\) of int64\. Pass one integer for each of the 2"
     ):
         recorder.add_scores("train", added, logprobs=LOGPROBS, forward=forward(places=np.zeros(3, int)))
     with pytest.raises(InvalidRecord, match="forward: ids has shape"):
@@ -319,7 +319,7 @@ def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the scored rows"):
         recorder.add_scores("train", added, rows=[0], logprobs=LOGPROBS[:1], distribution=top_k(1), captured_rows=[1])
-    with pytest.raises(InvalidRecord, match=r"distributions with these numbers of rows: .*; give 2"):
+    with pytest.raises(InvalidRecord, match=r"distributions with these numbers of rows: .*; pass 2"):
         recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(3), captured_rows=[0])
     recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(2), captured_rows=[0])
 
@@ -341,7 +341,7 @@ def test_scores_go_to_the_recorder_that_gave_the_batch(tmp_path):
         ):
             other.add_scores("train", added, logprobs=[[-1.0]])
         with pytest.raises(
-            InvalidRecord, match=r"batch: got \[1\] \(list\); give the batch that add_sequences returned"
+            InvalidRecord, match=r"batch: got \[1\] \(list\); pass the batch that add_sequences returned"
         ):
             one.add_scores("train", [1], logprobs=[[-1.0]])
         one.add_scores("train", added, logprobs=[[-1.0]])
@@ -360,15 +360,15 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
             {"loss": {"policy": 1.0}},
             r"'loss': got \{'policy': 1.0\} \(dict\); give each value its own name",
         ),
-        ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); give one number"),
-        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, such as their mean"),
+        ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); pass one number"),
+        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); pass one number, such as their mean"),
         ({"loss": np.ones((2, 2))}, r"'loss': got values of shape \(2, 2\)"),
         ({"loss": np.ones(0)}, r"'loss': got values of shape \(0,\)"),
         ({3: 1.0}, r"the name 3 \(int\) is not a string"),
         ({"loss": 10**400}, "too large for float64"),
         ({"loss": "\ud800"}, "cannot be encoded as UTF-8"),
         ([("loss", 1.0)], "give a dict of values by name"),
-        (None, "metrics of step 1: got None; give a dict"),
+        (None, "metrics of step 1: got None; pass a dict"),
     ],
 )
 def test_a_metric_is_one_value_with_a_name(recorder, values, message):
@@ -407,9 +407,9 @@ def test_a_closed_recorder_takes_nothing_in_silence(recorder):
 
 
 def test_what_is_added_has_its_own_type(recorder):
-    with pytest.raises(InvalidRecord, match=r"hyperparameters: got \[1\] \(list\); give a dict"):
+    with pytest.raises(InvalidRecord, match=r"hyperparameters: got \[1\] \(list\); pass a dict"):
         recorder.add_hyperparameters([1])
-    with pytest.raises(InvalidRecord, match=r"loss: got .*; give a tim_trace.Loss"):
+    with pytest.raises(InvalidRecord, match=r"loss: got .*; pass a tim_trace.Loss"):
         recorder.add_loss({"kind": "ppo_clip"})
     with pytest.raises(InvalidRecord, match=r"version: got 1.5"):
         recorder.add_weights(1.5, {"w": torch.ones(1)})

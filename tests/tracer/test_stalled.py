@@ -131,6 +131,6 @@ def test_weights_that_take_longer_than_the_bound_are_waited_for_while_work_goes_
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_a_bound_that_is_none_is_refused(tmp_path, value):
-    with pytest.raises(InvalidOption, match=r"max_wait: got .*; give a number of seconds above 0"):
+    with pytest.raises(InvalidOption, match=r"max_wait: got .*; pass a number of seconds above 0"):
         Recorder(tmp_path / "run", max_wait=value)
     assert not (tmp_path / "run").exists()

@@ -52,7 +52,7 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     store = Store(trace)
     if not store.is_local:
         raise InvalidOption(
-            f"{trace}: is not a local folder, so it cannot be merged in place; give an output", option="output"
+            f"{trace}: is not a local folder, so it cannot be merged in place; pass an output", option="output"
         )
     folder = Path(store.root)
     store.manifest()

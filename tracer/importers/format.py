@@ -40,7 +40,7 @@ class DumpFolder:
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
-            raise ImportFailed(f"{url}: not found. Give the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found. Pass the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
         for base, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -157,7 +157,7 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_shown_options(found)}, not {_shown_options(options)}. Give the same "
+                f"{output}: was imported with {_shown_options(found)}, not {_shown_options(options)}. Pass the same "
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
@@ -205,7 +205,7 @@ def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None
         return None
     folder = DumpFolder.of(path)
     if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty. Give the folder that the framework wrote to")
+        raise ImportFailed(f"{folder.url}: is empty. Pass the folder that the framework wrote to")
     return folder
 
 

@@ -153,7 +153,7 @@ class RowFiles:
         metrics = [name for name in found if posixpath.basename(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(f"{url}: contains no {_READ} file. Give a folder, a single file, or a pattern with *")
+            raise ImportFailed(f"{url}: contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
             raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content has one of these formats")
@@ -182,7 +182,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
     if filesystem.exists(path):
         beside = posixpath.join(posixpath.dirname(path), f"{METRICS}.parquet")
         return [path, beside] if beside != path and filesystem.exists(beside) else [path]
-    raise ImportFailed(f"{url}: not found. Give a {_READ} file, or a folder with such files")
+    raise ImportFailed(f"{url}: not found. Pass a {_READ} file, or a folder with such files")
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:

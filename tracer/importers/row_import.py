@@ -104,9 +104,9 @@ class RowImport:
     def check_any(self) -> None:
         path = self._contract["path"]
         if not self._num_read:
-            raise ImportFailed(f"{path}: contains no rows. Give files with one row per sequence")
+            raise ImportFailed(f"{path}: contains no rows. Pass files with one row per sequence")
         if not self.result.num_sequences:
-            raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Give a larger --sample")
+            raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Pass a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
         self._recorder.add_contract(name, {**self._contract, **contract})

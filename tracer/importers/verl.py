@@ -56,7 +56,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Give a folder with "
+            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass a folder with "
             f"only one of them"
         )
     return batches or texts

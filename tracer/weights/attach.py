@@ -101,7 +101,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
         adapter = " (merge its adapter first)" if (path / "adapter_config.json").exists() else ""
-        raise WeightsMissing(f"{path}: has no {lacking}; give a folder written by save_pretrained{adapter}")
+        raise WeightsMissing(f"{path}: has no {lacking}; pass a folder written by save_pretrained{adapter}")
     if (path / "adapter_config.json").exists():
         raise WeightsMissing(
             f"{path}: contains an adapter; merge it (merge_and_unload) and save the model to another folder"
@@ -172,7 +172,7 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
 def _check_version(snapshot: Snapshot, version: int) -> None:
     """Accept any version if no row has one."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
-        raise InvalidOption(f"got {version!r}; give a policy version (a number of optimizer updates, 0 or more)")
+        raise InvalidOption(f"got {version!r}; pass a policy version (a number of optimizer updates, 0 or more)")
     there: set[int] = set()
     for table in (SEQUENCES, SCORES):
         for rows in _columns(snapshot, table, ["policy_version"]):

@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise WeightsMissing(f"{folder}: has no *.safetensors; give a folder written by save_pretrained")
+        raise WeightsMissing(f"{folder}: has no *.safetensors; pass a folder written by save_pretrained")
     for path in paths:
         try:
             with safe_open(path, "np"):  # raises an error if the header does not match the file
@@ -97,7 +97,7 @@ def write_folder(
 
     documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidOption(f"{folder}: exists and is not an empty folder; give a new folder")
+        raise InvalidOption(f"{folder}: exists and is not an empty folder; pass a new folder")
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
@@ -117,7 +117,7 @@ def write_folder(
         for document, content in documents.items():
             (folder / document).write_bytes(content)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be written ({error}); give a writable folder") from error
+        raise StorageError(f"{folder}: cannot be written ({error}); pass a writable folder") from error
 
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"

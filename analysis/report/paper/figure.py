@@ -66,7 +66,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
     except (TypeError, ValueError):
         column = page = math.nan
     if not 2 <= column <= page <= 20:
-        raise InvalidOption(f"got {width!r}; give inches from 2 to 20, or one of {', '.join(WIDTHS)}", option="width")
+        raise InvalidOption(f"got {width!r}; pass inches from 2 to 20, or one of {', '.join(WIDTHS)}", option="width")
     try:
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError as error:
