@@ -119,7 +119,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames. They can keep a DuckDB connection open, which then prints an error at exit."""
+    """Clear an error's frames, because they can keep a DuckDB connection open, which then prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Published levels apply to single logged values, so a single step beyond the level makes an alert fire."""
+"""Published levels apply to individual logged values, so a single step beyond the level triggers an alert."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ GROWTH = 1.6
 """The mismatch grows if its median in the last quarter is this many times its median between 10% and 50% of the run."""
 
 EARLIER_AGREES = 0.5
-"""The engine has earlier weights if this fraction of its prefix logprobs matches the trainer's from one earlier step,
-or from a fixed number of steps back. In 57 collapses caused by the mismatch, the fraction was at most 0.14."""
+"""Minimum fraction of the engine's prefix logprobs that match the trainer's at one earlier step, or at a fixed number
+of steps back, for concluding that the engine uses those weights. In 57 collapses caused by the mismatch, the
+fraction was at most 0.14."""
 EARLIER_FEWEST = 8
 """Minimum matching prefixes to report that the engine has weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0

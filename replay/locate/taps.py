@@ -98,8 +98,8 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] in [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token
-    axis."""
+    """Return the part [T, ...] of a tensor that belongs to one row. The tensor is [B, W, ...], [B * W, ...], [1, W,
+    ...] or [B, N, W, D]. Returns None if it has no token axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:

@@ -156,7 +156,7 @@ class RowFiles:
             raise ImportFailed(f"{url}: contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content has one of these formats")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content is in one of these formats")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
