@@ -123,7 +123,7 @@ class WeightsMissing(TimTraceError, LookupError):
 
 
 class CannotReplay(TimTraceError, RuntimeError):
-    """This trace cannot be replayed, or not on this machine."""
+    """This trace cannot be replayed, at least not on this machine."""
 
 
 class ClusterFailed(TimTraceError, RuntimeError):
@@ -166,7 +166,7 @@ class TimTraceWarning(UserWarning):
 
 
 class DamageWarning(TimTraceWarning):
-    """Parts of the trace are damaged or missing, and results use the remaining data."""
+    """Parts of the trace are damaged or missing, so results are based on the rest."""
 
 
 class ColumnsLeftOut(TimTraceWarning):

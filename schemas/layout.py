@@ -95,7 +95,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if the name fits a tokenizer file rather than code, weights or a model config.
+    """Return True if this is the name of a tokenizer file, not of code, weights or a model config.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)
@@ -104,7 +104,6 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Match the full temporary-file pattern. The prefix alone is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -100,8 +100,8 @@ def sorted_groups(
 ) -> Iterator[pa.Table]:
     """Yield row groups bucket by bucket, each bucket sorted by pass and then by step.
 
-    A row group has whole steps, unless one step exceeds ROW_GROUP_TOKENS. Steps below `small` tokens share one. `room`
-    is a folder for temporary files, and `advance` receives the number of rows read. Raises DamagedTrace.
+    A row group holds whole steps, unless one step exceeds ROW_GROUP_TOKENS. Steps with fewer than `small` tokens share
+    a group. `room` is a temporary folder, and `advance` receives the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]

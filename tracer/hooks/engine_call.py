@@ -17,7 +17,7 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
 DELTA = "DELTA"
-"""vLLM's output kind for streaming only new tokens. Merging such outputs loses flat logprobs."""
+"""vLLM's output kind for streaming only new tokens. vLLM drops flat logprobs when it merges such outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
