@@ -18,7 +18,7 @@ class ArmPlan:
     num_sequences: int = 0
     """Unscored sequences."""
     num_tokens: int = 0
-    """Tokens to run through the model, including scored rows that share a forward pass with unscored ones."""
+    """Tokens to run through the model, including rows already scored that share a forward pass with unscored ones."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None

@@ -111,7 +111,7 @@ class InvalidQuery(TimTraceError, ValueError):
 
 
 class QueryFailed(TimTraceError, RuntimeError):
-    """DuckDB ran out of memory or disk space, or the trace changes faster than it can be read."""
+    """DuckDB ran out of memory or disk space, or the trace is changing faster than it can be read."""
 
 
 class NothingToCompare(TimTraceError, ValueError):
@@ -162,7 +162,7 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
 
 
 class TimTraceWarning(UserWarning):
-    """The request was not carried out exactly as asked. The message says how."""
+    """The request was not carried out exactly as asked. The message explains the difference."""
 
 
 class DamageWarning(TimTraceWarning):

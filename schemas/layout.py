@@ -26,7 +26,7 @@ REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
 """Prefix for folders a trace is moved into before it is replaced. Some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix for folders a trace is written to before they are renamed."""
+"""Prefix for folders that a trace is written to before they get their final name."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")

@@ -50,9 +50,9 @@ SEQUENCE_SUMS = Table(
         _sum("peak_b", "largest b", "nats"),
         _sum("mean_fall_a", "`mean(exp(a - peak_a) - 1)`"),
         _sum("mean_fall_b", "`mean(exp(b - peak_b) - 1)`"),
-        _sum("spread_prob_a", "squared deviations from mean exp(a), summed"),
-        _sum("spread_prob_b", "squared deviations from mean exp(b), summed"),
-        _sum("spread_prob_ab", "product of both deviations, summed"),
+        _sum("spread_prob_a", "sum of squared deviations of exp(a) from its mean"),
+        _sum("spread_prob_b", "sum of squared deviations of exp(b) from its mean"),
+        _sum("spread_prob_ab", "sum of products of both deviations"),
     ),
 )
 

@@ -123,7 +123,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "policy_version",
             pa.int64(),
-            "optimizer updates already applied to the sampling weights",
+            "number of optimizer updates applied to the weights that sampled the response",
             unit="updates",
         ),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
@@ -198,7 +198,7 @@ SCORES_TABLE = Table(
         Column(
             "policy_version",
             pa.int64(),
-            "optimizer updates already applied to the scoring weights",
+            "number of optimizer updates applied to the weights that scored the response",
             unit="updates",
         ),
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
@@ -256,7 +256,7 @@ METRICS_TABLE = Table(
     doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named "
     "`hyperparameter/...` and recorded at step 0 and whenever they change.",
     columns=(
-        Column("step", pa.int64(), "step when the framework logged the value", null=""),
+        Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name used by the framework", null="", repeats=True),
         Column("value", pa.float64(), "the value, possibly NaN", null="the value is not a number: see text"),
         Column("text", pa.string(), "the value, if it is not a number", null="the value is a number or None"),

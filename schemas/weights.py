@@ -27,7 +27,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the tensor or this writer's shard."""
+    """Shape of the tensor, or of this writer's shard."""
     start: int
     """Index of the first element in the segment's array for this dtype. Elements are in row-major order."""
     whole_shape: tuple[int, ...] | None = None

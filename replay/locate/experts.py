@@ -33,7 +33,7 @@ def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router: its logits, whether its choice follows from them, and its scores."""
+    """Judge a router's logits, its choice given these logits, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices before logits, so logits are recognised by their width.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]

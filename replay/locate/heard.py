@@ -1,6 +1,7 @@
 """Values recorded from an execution in one row's forward pass, and bounds on their errors.
 
-If an execution fuses an operator with others, its possible error is added to the bound for the next observed operator.
+If an execution fuses an operator with others, the operator's possible error is added to the bound for the next
+observed operator.
 """
 
 from __future__ import annotations

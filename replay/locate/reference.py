@@ -35,7 +35,7 @@ from .windows import EVERY_LAYER, Window
 
 class Reference:
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has float64 weights and unfused attention. `recorded_dtypes` belong to the recorded weights."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)

@@ -47,7 +47,7 @@ class Chosen:
     how: str
     """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group by sequence (its own id if it has no group)."""
+    """Prompt group by sequence (the sequence's own id if it has none)."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:

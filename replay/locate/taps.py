@@ -47,7 +47,7 @@ class RowTaps:
 
     @property
     def first_position(self) -> int:
-        """Position id at the row's start. Above 0 if left padding shifts it."""
+        """Position id of the row's first token, above 0 if shifted by left padding."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -148,12 +148,12 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return all tensors in a call's arguments, even nested. Keyword arguments come last, sorted by name."""
+    """Return all tensors in a call's arguments, including nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """Return all tensors in a result, even nested in tuples, lists, dicts or dataclasses."""
+    """Return all tensors in a result, including those nested in tuples, lists, dicts or dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]

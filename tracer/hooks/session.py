@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Errors in `record` end one part of the recording, and errors in `guard` end it all. Neither reaches the program.
+    Errors in `record` end one part of the recording, and errors in `guard` end all of it. Neither reaches the program.
     Recording never calls a collective, because other processes may have stopped recording.
     """
 
