@@ -95,7 +95,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if this is the name of a tokenizer file, not of code, weights or a model config.
+    """Return True for tokenizer file names, but not for code, weights or model configs.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)

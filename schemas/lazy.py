@@ -66,7 +66,7 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes are returned unchanged."""
+    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes stay unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
     from inspect import signature as signature_of  # a top-level import would cost every process milliseconds

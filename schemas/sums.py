@@ -50,9 +50,9 @@ SEQUENCE_SUMS = Table(
         _sum("peak_b", "largest b", "nats"),
         _sum("mean_fall_a", "`mean(exp(a - peak_a) - 1)`"),
         _sum("mean_fall_b", "`mean(exp(b - peak_b) - 1)`"),
-        _sum("spread_prob_a", "sum of squared deviations of exp(a) from its mean"),
-        _sum("spread_prob_b", "sum of squared deviations of exp(b) from its mean"),
-        _sum("spread_prob_ab", "sum of products of both deviations"),
+        _sum("spread_prob_a", "`sum((exp(a) - mean(exp(a))) ** 2)`"),
+        _sum("spread_prob_b", "`sum((exp(b) - mean(exp(b))) ** 2)`"),
+        _sum("spread_prob_ab", "`sum((exp(a) - mean(exp(a))) * (exp(b) - mean(exp(b))))`"),
     ),
 )
 

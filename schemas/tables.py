@@ -123,7 +123,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "policy_version",
             pa.int64(),
-            "number of optimizer updates applied to the weights that sampled the response",
+            "optimizer updates applied to the weights that sampled the response",
             unit="updates",
         ),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
@@ -198,7 +198,7 @@ SCORES_TABLE = Table(
         Column(
             "policy_version",
             pa.int64(),
-            "number of optimizer updates applied to the weights that scored the response",
+            "optimizer updates applied to the weights that scored the response",
             unit="updates",
         ),
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
