@@ -31,7 +31,7 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """Dtype to round all weights to (torch name), or None to keep each as recorded."""
+        """Dtype to round all weights to (torch name), or None to keep the recorded dtypes."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
@@ -45,7 +45,7 @@ class Numerics:
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype that FSDP rounded the model's logprobs to, or None. Logits already have it."""
+        """torch dtype that FSDP rounded the model's logprobs to, or None (as for models that return logits)."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:

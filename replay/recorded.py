@@ -50,9 +50,9 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """How often this pass had already scored the sequence in this step."""
+    """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Where `policy_version` comes from if it was not recorded with the scores. Otherwise empty."""
+    """Where `policy_version` was taken from if the scores did not include it, else empty."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
@@ -144,7 +144,7 @@ class RecordedRun:
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """For each step, return the sequences scored in a pass, including unsealed scores."""
+        """For each step, return the sequences that a pass has scored, including scores not sealed yet."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -275,7 +275,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Read the columns of all matching rows. Older attempts at a step are left out."""
+        """Read the columns for all matching rows, using only the newest attempt at each step."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

@@ -18,9 +18,9 @@ class ArmPlan:
     num_sequences: int = 0
     """Unscored sequences."""
     num_tokens: int = 0
-    """Tokens to run through the model, including scored rows that share a forward pass with unscored ones."""
+    """Tokens to run through the model, including rows already scored that share a forward pass with unscored ones."""
     num_versions: int = 0
-    """How often weights are loaded: once per change in policy version."""
+    """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None
     """Speed measured on the first rows, or None until measured."""
     load_s: float | None = None
@@ -63,9 +63,9 @@ class ReplayedStep:
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
-    """Why replaying the step as recorded changed bits: `refused` (the recording does not run here), a code in
-    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if it reproduced them."""
+    """Why the step, replayed as recorded, did not match bit for bit: `refused` (the recording does not run here), a
+    code in `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
+    `unexplained`. None if it matched."""
     differs: tuple[str, ...] = ()
     """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 

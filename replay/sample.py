@@ -30,7 +30,7 @@ class Extent:
     version: int
     """Policy version, or -1 if not recorded."""
     forward: tuple[str, int | None]
-    """Writer and forward_id, or None for an unrecorded id."""
+    """(writer, forward_id), or None if no id was recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
@@ -64,7 +64,7 @@ class Sample:
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """Drawn sequences by step, mapped to their groups. Steps without a drawn group are absent."""
+    """For each step, the group of each drawn sequence. Steps without a drawn group are absent."""
     num_groups: int
     num_sequences: int
     num_steps: int
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """What a sampled pass's contract says about the sample. Leaves out the share, so the sample can be extended."""
+        """The sample as described in a pass's contract. Omits the share, so that the sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -122,7 +122,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Place a step's groups in [0, 1), evenly spaced and in random order. A sample takes the groups below its share."""
+    """Return each group's position in [0, 1), evenly spaced in random order. A sample takes those below its share."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

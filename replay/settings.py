@@ -18,11 +18,11 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
 """What torch requires for deterministic cuBLAS. It has no effect on CPU."""
 _cuda_began: list[str | None] = []
-"""The CUBLAS_WORKSPACE_CONFIG that CUDA started with in this process. Empty until it starts."""
+"""CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process. Empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return a setter for each recorded setting. The order matters."""
+    """Return a setter for each recorded setting, in the order to apply them."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {
@@ -51,7 +51,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return a recorded pass's autocast dtype, or None if it was off or had no effect (float32)."""
+    """Return a recorded pass's autocast dtype, or None if autocast was off or had no effect (float32)."""
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
@@ -62,8 +62,8 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or as deterministic algorithms require. CUDA reads it once, when it
-    starts."""
+    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or as deterministic algorithms require. CUDA reads the
+    variable only once, at startup."""
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -74,7 +74,7 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
                 f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} for this arm, but CUDA started {began} in this "
-                "process. If the last bits matter, replay this arm in a separate process",
+                "process. If bitwise equality matters, replay this arm in a separate process",
                 TimTraceWarning,
                 stacklevel=3,
             )

@@ -109,7 +109,7 @@ class VllmScorer:
         return rows[:_PROBE_ROWS]
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows at the arm's temperature. vLLM's own logprobs do not include it."""
+        """Score rows at the arm's temperature, which vLLM's own logprobs ignore."""
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
         advance(sum(row.num_tokens for row in rows))

@@ -18,7 +18,7 @@ class Capture:
     k: int | None = None
     """Number of most probable tokens to keep per position. Only for `topk`."""
     fraction: float = 1.0
-    """Share of sequences (0 to 1) to keep distributions for. Sampled tokens' logprobs are always kept."""
+    """Fraction of sequences (0 to 1) whose distributions are kept. Sampled tokens' logprobs are always kept."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Reads are extended to whole blocks so that they can be verified."""
+"""Reads are extended to whole blocks, because checksums cover whole blocks."""
 SMALL_BLOCK_BYTES = 64 << 10
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
@@ -17,7 +17,7 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """Size, checksums and row range for a file that never changes again."""
+    """Size, checksums and row range of a file that is never modified again."""
 
     num_bytes: int
     hash: str
@@ -65,7 +65,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """Concatenated block checksums so far, DIGEST_BYTES each. The last block may be incomplete."""
+        """Checksums of the blocks so far, concatenated (DIGEST_BYTES each). The last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 

@@ -16,7 +16,7 @@ from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
 
 CHECKSUM = "checksum"
-"""Field with the XXH3-128 for all other fields, serialized with sorted keys and no spaces."""
+"""Field that holds the XXH3-128 of all other fields, serialized with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Maximum nesting depth, so that recursive readers do not overflow the stack."""
@@ -178,10 +178,10 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its attempts' keys."""
+    """Key shared by all writers in an attempt. For `tim-trace record` itself, its attempts' common prefix."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
-    """Other writers' files that were merged into this writer's and not removed yet. Readers ignore them."""
+    """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
     torn_journals: dict[str, int] = field(default_factory=dict)
     """Bytes in the incomplete record at the end of a journal that was sealed after its process died."""
@@ -194,7 +194,7 @@ class WriterState:
     """True while this writer's files are being deleted. Readers ignore them."""
     program: tuple[str, ...] = ()
     exit_code: int | None = None
-    """The recorded command's exit code. Only for `tim-trace record` itself."""
+    """Exit code of the recorded command. Set only for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
     not_recorded: tuple[str, ...] = ()
     """What could not be recorded and why, one sentence each."""
@@ -202,7 +202,7 @@ class WriterState:
     num_tokens: int = 0
     num_eval_sequences: int = 0
     spent_s: float = 0.0
-    """Seconds that hooks added to the recorded program's thread, including time spent waiting."""
+    """Time that hooks took in the recorded program's own thread, including waits (seconds)."""
     cpu_s: float | None = None
     """CPU seconds used by hooks and writer threads. None until the process ends."""
     waited_s: float = 0.0
@@ -242,9 +242,9 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""`packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
+"""Value of `packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
 PACKED_ROWS = "rows"
-"""`packing` for rows concatenated without padding (verl's use_remove_padding)."""
+"""Value of `packing` for rows concatenated without padding (verl's use_remove_padding)."""
 
 
 def canonical_json(value: Any) -> str:

@@ -111,7 +111,7 @@ class InvalidQuery(TimTraceError, ValueError):
 
 
 class QueryFailed(TimTraceError, RuntimeError):
-    """DuckDB ran out of memory or disk space, or the trace changes faster than it can be read."""
+    """DuckDB ran out of memory or disk space, or the trace is changing faster than it can be read."""
 
 
 class NothingToCompare(TimTraceError, ValueError):
@@ -123,7 +123,7 @@ class WeightsMissing(TimTraceError, LookupError):
 
 
 class CannotReplay(TimTraceError, RuntimeError):
-    """This trace cannot be replayed, or not on this machine."""
+    """This trace cannot be replayed, at least not on this machine."""
 
 
 class ClusterFailed(TimTraceError, RuntimeError):
@@ -162,11 +162,11 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
 
 
 class TimTraceWarning(UserWarning):
-    """The request was not carried out exactly as asked. The message says how."""
+    """The request was not carried out exactly as asked. The message explains the difference."""
 
 
 class DamageWarning(TimTraceWarning):
-    """Parts of the trace are damaged or missing, and results use the remaining data."""
+    """Parts of the trace are damaged or missing, so results are based on the rest."""
 
 
 class ColumnsLeftOut(TimTraceWarning):

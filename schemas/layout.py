@@ -26,7 +26,7 @@ REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
 """Prefix for folders a trace is moved into before it is replaced. Some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix for folders a trace is written to before they are renamed."""
+"""Prefix for folders that a trace is written to before they get their final name."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -95,7 +95,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Return True if the name fits a tokenizer file rather than code, weights or a model config.
+    """Return True for tokenizer file names, but not for code, weights or model configs.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)
@@ -104,7 +104,6 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Match the full temporary-file pattern. The prefix alone is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

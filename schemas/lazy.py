@@ -18,8 +18,8 @@ from .errors import WrongType
 
 
 class LazyPackage(ModuleType):
-    """A package that imports its public names on first use. A submodule with the same name does not shadow one:
-    `analysis.check` is always the function."""
+    """A package that imports its public names on first use, even if a submodule has the same name: `analysis.check` is
+    always the function."""
 
     _sources: Mapping[str, str]
 
@@ -42,7 +42,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector. It takes a sixth of the time when importing torch and transformers."""
+    """Pause the garbage collector, which takes a sixth of the time needed to import torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +95,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return True if a value matches an annotation. Unsupported annotations match everything."""
+    """Return True if a value matches an annotation. Unsupported annotations match any value."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)

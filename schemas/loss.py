@@ -47,7 +47,7 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the ratio's upper bound minus 1. For cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, a bound on the ratio for positive and negative advantages (TRL's delta), or None."""
+    """For ppo_clip, an upper bound on the ratio whatever the advantage's sign (TRL's delta), or None."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """sapo's tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg."""
@@ -110,7 +110,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings for Recorder.add_hyperparameters, without other losses' unchanged defaults."""
+        """Settings to pass to Recorder.add_hyperparameters, except other losses' settings at their defaults."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -246,7 +246,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings that can change the loss, and the values that have no effect."""
+"""Other TRL settings that can change the loss, each with its neutral value."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:

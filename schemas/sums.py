@@ -50,9 +50,9 @@ SEQUENCE_SUMS = Table(
         _sum("peak_b", "largest b", "nats"),
         _sum("mean_fall_a", "`mean(exp(a - peak_a) - 1)`"),
         _sum("mean_fall_b", "`mean(exp(b - peak_b) - 1)`"),
-        _sum("spread_prob_a", "squared deviations from mean exp(a), summed"),
-        _sum("spread_prob_b", "squared deviations from mean exp(b), summed"),
-        _sum("spread_prob_ab", "product of both deviations, summed"),
+        _sum("spread_prob_a", "`sum((exp(a) - mean(exp(a))) ** 2)`"),
+        _sum("spread_prob_b", "`sum((exp(b) - mean(exp(b))) ** 2)`"),
+        _sum("spread_prob_ab", "`sum((exp(a) - mean(exp(a))) * (exp(b) - mean(exp(b))))`"),
     ),
 )
 
@@ -65,7 +65,7 @@ _CUTS = (
 
 STEP_QUANTILES = Table(
     name="step_quantiles",
-    doc="One row per (pair, step): quantiles. They cannot be computed from sums.",
+    doc="One row per (pair, step): quantiles, which cannot be computed from sums.",
     columns=(*_PAIR, Column("step", pa.int64(), "the step", null=""), *_CUTS),
 )
 
@@ -76,7 +76,7 @@ STEP_HISTOGRAMS = Table(
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the step", null=""),
-        Column("bin", pa.int32(), "upper 21 bits in |d| as a double (sign, exponent, 9 mantissa bits), or 0 for |d| = 0", null=""),
+        Column("bin", pa.int32(), "upper 21 bits of |d| as a double (sign, exponent, 9 mantissa bits), or 0 for |d| = 0", null=""),
         _count("num_tokens", "tokens in the bin"),
     ),
 )  # fmt: skip
@@ -106,8 +106,8 @@ _STATISTICS = (
     _sum("prob_diff_mean", "`mean(abs(exp(a) - exp(b)))`"),
     _sum("prob_diff_max", "largest |exp(a) - exp(b)|"),
     _sum("prob_pearson", "Pearson correlation between exp(a) and exp(b)"),
-    _sum("log_ppl_abs_diff_sum", "per-sequence |sum of d|, averaged", "nats"),
-    _sum("log_ppl_abs_diff_mean", "per-sequence |mean d|, averaged", "nats"),
+    _sum("log_ppl_abs_diff_sum", "|sum of d| per sequence, averaged over sequences", "nats"),
+    _sum("log_ppl_abs_diff_mean", "|mean d| per sequence, averaged over sequences", "nats"),
     _sum("ess_token", "relative effective sample size for token weights exp(d)"),
     _sum("ess_sequence", "relative effective sample size for sequence weights exp(sum d)"),
     _sum("chi2_token", "`mean(exp(2 * d) - 1)`"),

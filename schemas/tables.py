@@ -32,7 +32,7 @@ class Column:
     is_made: bool = False
     """True if the recorder fills in the column. Callers and imports cannot set it."""
     is_sampling: bool = False
-    """True for a sampler setting. `compare` reports runs that differ in one."""
+    """True for a sampler setting. `compare` reports those that differ between the runs."""
     is_name: bool = False
     """True for identifiers. Integers are accepted and stored as text."""
     takes_flags: bool = False
@@ -85,7 +85,7 @@ _ATTEMPT = Column(
     pa.int32(),
     "training attempt that wrote the row, from 1. A run resumed from a checkpoint repeats some steps. Views show "
     "only the newest attempt at each step",
-    null="not recorded in training, or written by an older release",
+    null="recorded outside training, or by an older release",
     is_made=True,
 )
 _WRITER = Column(
@@ -123,7 +123,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "policy_version",
             pa.int64(),
-            "optimizer updates already applied to the sampling weights",
+            "optimizer updates applied to the weights that sampled the response",
             unit="updates",
         ),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
@@ -192,19 +192,19 @@ SCORES_TABLE = Table(
         Column(
             "iteration",
             pa.int32(),
-            "how often the sequence was already used in the loss (always 0 except in `current`)",
+            "number of times the sequence had already been used in the loss (always 0 except in `current`)",
             null="",
         ),
         Column(
             "policy_version",
             pa.int64(),
-            "optimizer updates already applied to the scoring weights",
+            "optimizer updates applied to the weights that scored the response",
             unit="updates",
         ),
-        Column("contract", pa.string(), "hash for the pass's contract in passes/", repeats=True),
+        Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
-            "sampled tokens' logprobs from the framework. NULL elements have none (tool output, masked)",
+            "the framework's logprobs for the sampled tokens. Elements are NULL if there is none (tool output, masked)",
         ),
         _score("entropy", "entropy over the vocabulary"),
         _score("top2_gap", "most probable token's logprob minus the runner-up's"),
@@ -242,7 +242,7 @@ SCORES_TABLE = Table(
         Column(
             "routing_start",
             pa.int64(),
-            "sequence's first row in the group's arrays (one row per prompt token, then per response token)",
+            "sequence's first row in the group's arrays (one row per prompt token, then one per response token)",
             unit="rows",
             null="not recorded, or no mixture of experts",
         ),
@@ -254,9 +254,9 @@ SCORES_TABLE = Table(
 METRICS_TABLE = Table(
     name=METRICS,
     doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named "
-    "`hyperparameter/...` and recorded at step 0, or when they change.",
+    "`hyperparameter/...` and recorded at step 0 and whenever they change.",
     columns=(
-        Column("step", pa.int64(), "step when the framework logged the value", null=""),
+        Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name used by the framework", null="", repeats=True),
         Column("value", pa.float64(), "the value, possibly NaN", null="the value is not a number: see text"),
         Column("text", pa.string(), "the value, if it is not a number", null="the value is a number or None"),
@@ -268,7 +268,7 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): digests for the trainer's and the engine's tensor when the engine began "
+    doc="One row per (step, tensor): digests of the trainer's and the engine's copy when the engine began "
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step the engine sampled for", null=""),
@@ -293,7 +293,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             "not read, or the trainer has no such tensor",
         ),
         _digest("unmerged", "the trainer's tensor without its adapter", "no adapter changes the tensor"),
-        _digest("given", "the tensor last sent to the engine since the previous step", "none was sent"),
+        _digest("given", "the tensor most recently sent to the engine since the previous step", "none was sent"),
         _digest(
             "held",
             "the engine's tensor (fused parameters are split first)",
@@ -304,7 +304,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             pa.string(),
             "dtype that the trainer's tensor was rounded to on its way to the engine, or `N values` if rows were "
             "rounded to at most N distinct values",
-            null="no such dtype, or the engine's tensor is identical to the trainer's at some step",
+            null="no dtype explains the difference, or both tensors are identical at some step",
         ),
         _ATTEMPT,
         _WRITER,

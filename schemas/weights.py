@@ -27,14 +27,14 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the tensor or this writer's shard."""
+    """Shape of the tensor, or of this writer's shard."""
     start: int
-    """First element's index in the segment's array for the dtype. Row-major."""
+    """Index of the first element in the segment's array for this dtype. Elements are in row-major order."""
     whole_shape: tuple[int, ...] | None = None
     """Full tensor shape, if several writers store shards."""
     offsets: tuple[int, ...] | None = None
-    """The shard's start in the full tensor, per dimension. A single index for several dimensions means a contiguous
-    range in the flattened tensor (FSDP1)."""
+    """The shard's start in the full tensor, per dimension. A single index into a multi-dimensional tensor is the start
+    of a contiguous range in the flattened tensor (FSDP1)."""
 
     @property
     def numel(self) -> int:
@@ -83,7 +83,7 @@ class WeightVersion:
     chunks: dict[str, list[int]]
     """Non-zero chunk indices by dtype. All-zero chunks have no file."""
     chain: str
-    """SHA-256 over the previous version's chain and this version's hashes, identifying the whole history."""
+    """SHA-256 over the previous version's `chain` and this version's hashes. Identifies the whole history."""
     num_bytes: int
     stored_at: str
     base_row: int | None = None

@@ -32,7 +32,6 @@ from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Observes one forward pass, given a batch and the taps to fill by row index."""
 
 
 class Execution:
@@ -41,7 +40,7 @@ class Execution:
     _keeps_double = True
     """True if torch must not narrow values in a float64 model."""
     reference: Reference | None = None
-    """The recorded model. Its operators are observed in this execution, whichever modules compute them."""
+    """The recorded model, which defines the operators to observe even if other modules compute them here."""
 
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None, *,
@@ -111,7 +110,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return float64 logprobs [T] by sequence. Batches come from `of` and run within `around`."""
+        """Score `rows` in batches formed from `of`, each within `around`. Return float64 logprobs [T] by sequence."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -134,7 +133,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Like `score`, but also return operator inputs and outputs, selected by `wanted`."""
+        """Like `score`, but also return the operator inputs and outputs that `wanted` selects."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -157,7 +156,7 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """An exact-engine arm. Its float64 values are recorded in the dtype they were rounded to."""
+    """Runs an exact-engine arm. Values that it rounds but holds in float64 are recorded in the rounded dtype."""
 
     scorer_of = ExactArmScorer
     is_other_code = False

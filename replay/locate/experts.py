@@ -20,24 +20,20 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of findings about a mixture: its experts with their sum, and its choice of experts if the router was not
-observed."""
 _MOST_FLIPPED = 0.25
-"""If the router was not observed, rounding may flip the experts of at most this fraction of tokens. Otherwise, the
-choice itself is wrong."""
+"""Without an observed router, the expert choice counts as wrong if it differs for more than this fraction of tokens."""
 _STEPS = 4.0
-"""Allowed rounding error for an expert's logit, and for each value computed from it before the choice (unit roundoffs).
-"""
+"""Rounding error allowed in a router logit, and in each value computed from it before the choice (unit roundoffs)."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Pairs of shifts for chosen and other experts, relative to the allowed rounding error. A choice is accepted if the
-logits imply it under any pair."""
+"""Shifts of the chosen and the other experts' logits, in multiples of the allowed rounding error. A choice is accepted
+if it follows from the logits after any of these shifts."""
 
 
 def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router: its logits, whether its choice follows from them, and its scores."""
+    """Judge a router's logits, its choice given these logits, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices before logits, so logits are recognised by their width.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
@@ -94,8 +90,8 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, unless
-    rounding cannot explain so many."""
+    """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, but
+    count as errors if there are more than rounding can explain."""
     if len(takes) != len(found):
         return
     ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]
@@ -121,7 +117,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Check a mixture's output against its experts' sum. If it is wrong, judge it and return True."""
+    """Return True if a mixture's output is not the sum of its experts up to rounding, after judging that sum."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -154,10 +150,10 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return a [T] mask: true where a router's code chooses `ids_TS` given the logits `given_TE`, up to rounding.
+    """Return a [T] mask: True where the router would choose `ids_TS` from the logits `given_TE`, up to rounding.
 
-    `again` runs the router and returns its tensors, with the choices at `ids_slot`. `made_TE` are the logits the router
-    computes itself. Return None if its code does not compute them before it chooses.
+    `again` runs the router and returns its tensors, including the choices at `ids_slot`. `made_TE` are the logits that
+    the router computes itself. Return None if it makes its choice without computing them first.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

@@ -1,5 +1,5 @@
-"""Run one row in float64, judging each operator on an execution's values. A computation between modules is judged at
-the input of the next operator."""
+"""Run one row through the recorded model in float64, and judge each operator on the values observed in an execution.
+Computations between modules are judged at the input of the next operator."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .taps import (
 )
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
-"""Computations between operators: residual additions, gate times up, anything else, and changes to embeddings before
-the first layer."""
+"""Computations between operators: residual additions, gate times up, all others (wiring), and changes to the embeddings
+before the first layer."""
 INPUT = "input"
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",

@@ -1,6 +1,7 @@
 """Values recorded from an execution in one row's forward pass, and bounds on their errors.
 
-If an execution fuses an operator with others, its possible error is added to the bound for the next observed operator.
+If an execution fuses an operator with others, the operator's possible error is added to the bound for the next
+observed operator.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Arithmetic(Protocol):
 
     @property
     def attention_cut(self) -> float:
-        """Largest part that attention may cut from each weighted value, relative to the largest value."""
+        """Largest error from slicing a weighted value in attention (`exact.slices`), relative to the largest."""
 
     @property
     def coarsest(self) -> Any:
@@ -143,8 +144,8 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return an unobserved operator's output and error bound, shaped like `exact`. None if it was observed or has a
-        different size."""
+        """Return an unobserved operator's output and error bound, shaped like `exact`, or None if it was observed or
+        its size differs."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None

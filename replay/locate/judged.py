@@ -35,7 +35,7 @@ class Judged:
     """Token with the largest ratio (index in prompt and response)."""
     dtype: str
     point: Point | None = None
-    """Where the operator's own error enters the forward pass. None for expert choices and the head."""
+    """Where the operator's error enters the forward pass, or None for expert choices and the head."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return `Judged` fields that depend on values. Overwrites `off`, the float64 error."""
+    """Return the fields of `Judged` that are computed from values. Modifies `off` (the float64 error) in place."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -10,14 +10,14 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Maximum relative error per token, in float64, for code to count as equivalent to the recorded model's. Code that uses
+"""Code counts as equivalent to the recorded model's up to this relative error per token in float64. Code that uses
 float32 internally stays below it."""
 _UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
-"""If more than this fraction of elements differ, a tensor counts as a different one rather than modified."""
+"""A tensor with more than this fraction of its elements changed counts as a different tensor, not a modified one."""
 
 Apart = tuple[float, float]
-"""Squared norms of the difference between executions and of execution a. NaN if not comparable."""
+"""(||b - a||^2, ||a||^2), where a and b are the two executions' values. NaN if not comparable."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each with its sequence."""

@@ -35,7 +35,7 @@ from .windows import EVERY_LAYER, Window
 
 class Reference:
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has float64 weights and unfused attention. `recorded_dtypes` belong to the recorded weights."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -45,7 +45,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators in a row's forward pass. Afterwards, `taps` holds only the head's values."""
+        """Judge the operators in a row's forward pass, then release their values. Only the head's remain in `taps`."""
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -60,7 +60,7 @@ class Reference:
         """Return each error's first-order contribution to sum(weights_T * logprobs): error times gradient.
 
         This takes one float64 forward and backward pass. `errors_of` returns the executions' errors in a layer window.
-        It is called from the last window to the first, and only one window's errors are kept.
+        Windows are visited from last to first, and only one window's errors are in memory at a time.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}

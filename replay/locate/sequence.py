@@ -32,9 +32,9 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Operator kinds after the head. `logits` is a scale or cap that user code applies to its result."""
+"""Operator kinds after the output projection. `logits` is any scaling or capping of the logits by user code."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states and the contribution of each error to the log-probabilities [T] (nats)."""
+"""Operators after the last hidden states, each with its error's contribution to the log-probabilities [T] (nats)."""
 _LAST = 1 << 40
 RANDOM = "random"
 _SEED = 20260000
@@ -47,7 +47,7 @@ class Chosen:
     how: str
     """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group by sequence (its own id if it has no group)."""
+    """Prompt group by sequence (the sequence's own id if it has none)."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -107,7 +107,7 @@ class SequenceJudge:
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """How much the executions differ by operator: in its inputs, and in its outputs."""
+        """Differences between the executions by operator: one for its inputs, one for its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         row, pooled = self._row, self._pooled
@@ -137,7 +137,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order and the contribution of each error to sum(d * logprobs)."""
+        """Yield a side's operators in order, each with its error's contribution to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -196,7 +196,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin (lowest chosen minus highest other score) among tokens with different experts."""
+    """Return the largest margin (lowest chosen score minus highest other score) among tokens with different experts."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -209,7 +209,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. They count as one if the projection is fused."""
+    """Judge the operators after the last hidden states, as a single operator if the projection is fused."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -31,10 +31,10 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has their rounded sum, although the operator may use the
-    exact one."""
+    """True if the operator first adds two inputs. `takes` then holds their rounded sum, but the operator may have used
+    the unrounded one."""
     is_other_code: bool = False
-    """True if the operator does not run the recorded model's code. Its code may round at each step."""
+    """True if the operator runs code other than the recorded model's. That code may round after each step."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class RowTaps:
 
     @property
     def first_position(self) -> int:
-        """Position id at the row's start. Above 0 if left padding shifts it."""
+        """Position id of the row's first token, above 0 if shifted by left padding."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -62,8 +62,8 @@ def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int,
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return modules that compute and contain no other module, or are named in `also`. A mixture's experts are one
-    operator, and so is a projection with its adapters."""
+    """Return the modules without submodules, plus those named in `also`. A mixture's experts count as one operator, and
+    so does a projection with its adapters."""
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -98,8 +98,8 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return the part [T, ...] of a tensor that belongs to one row. The tensor is [B, W, ...], [B * W, ...], [1, W,
-    ...] or [B, N, W, D]. Returns None if it has no token axis."""
+    """Return a row's slice [T, ...] of a tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D], or None if it
+    has no token axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -119,7 +119,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
 
 
 def is_heads_first(template: Any, value_T: Any) -> bool:
-    """Return True if a single-row tensor is [1, N, T, D] and the row's own is [T, N, D]."""
+    """Return True if `template` is [1, N, T, D] and `value_T` is [T, N, D]."""
     return (
         template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
         and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
@@ -127,14 +127,14 @@ def is_heads_first(template: Any, value_T: Any) -> bool:
 
 
 def tokens_first(template: Any, value_T: Any) -> Any:
-    """Return a single-row tensor in the row's own shape, [T, ...]."""
+    """Reshape a single-row tensor to the shape of `value_T`, [T, ...]."""
     if is_heads_first(template, value_T):
         template = template.transpose(1, 2)
     return template.reshape(value_T.shape)
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Shape and cast a row's tensor [T, ...] like `template` (from a single-row forward pass)."""
+    """Reshape and cast a row's tensor [T, ...] to match `template` (from a single-row forward pass)."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -148,12 +148,12 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return all tensors in a call's arguments, even nested. Keyword arguments come last, sorted by name."""
+    """Return all tensors in a call's arguments, including nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """Return all tensors in a result, even nested in tuples, lists, dicts or dataclasses."""
+    """Return all tensors in a result, including those nested in tuples, lists, dicts or dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]
@@ -201,7 +201,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called as (module, original, args, kwargs) instead of an attention function."""
+"""Replacement for an attention function, called as (module, original, args, kwargs)."""
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Hook each module: `before(name, module, args, kwargs)`, `after(name, module, args, kwargs, given)`. As in torch,
-    their results replace the arguments and the result."""
+    what they return replaces the arguments or the result."""
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:
@@ -267,7 +267,7 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs to running operators by row, recorded before they can be changed in place."""
+        """Inputs by row to operators that are still running, copied before the operator can change them in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
@@ -277,7 +277,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part. Tensors that several operators return or take are copied only once."""
+        """Return a row's slice of a tensor. Tensors that several operators return or take are copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:

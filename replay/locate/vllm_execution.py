@@ -40,7 +40,7 @@ _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, a slice of the forward pass, and the position of its first token."""
+"""(sequence id, slice of the forward pass, position of its first token)."""
 
 
 class VllmExecution:
@@ -184,7 +184,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Map each vLLM module to the transformers operators in its place. Raises CannotReplay if there are none."""
+    """Map each vLLM module to the transformers operators it implements. Raises CannotReplay for an unknown module."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)

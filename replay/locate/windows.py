@@ -34,7 +34,7 @@ class Window:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values. Includes the next layer's norms, since they take its
+        """Return True if the window needs an operator's values. It also needs the next layer's norms, which take its
         last output."""
         layer = layer_of(name)
         if layer is None:

@@ -89,7 +89,7 @@ def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
-    """Return the minimum response tokens per row group for merged files with about `file_bytes`."""
+    """Return the minimum number of response tokens per row group in merged files of about `file_bytes`."""
     tokens = float(sum(part.tokens.sum() for part in parts))
     of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
     return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
@@ -100,8 +100,8 @@ def sorted_groups(
 ) -> Iterator[pa.Table]:
     """Yield row groups bucket by bucket, each bucket sorted by pass and then by step.
 
-    A row group has whole steps, unless one step exceeds ROW_GROUP_TOKENS. Steps below `small` tokens share one. `room`
-    is a folder for temporary files, and `advance` receives the number of rows read. Raises DamagedTrace.
+    A row group holds whole steps, unless one step exceeds ROW_GROUP_TOKENS. Steps with fewer than `small` tokens share
+    a group. `room` is a temporary folder, and `advance` receives the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]

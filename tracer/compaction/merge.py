@@ -29,7 +29,7 @@ from ..whole_file import alone, trace_file, write_part
 from .buckets import read_parts, sorted_groups, step_tokens
 
 _MIN_SHARE_OF_TARGET = 0.25
-"""Smaller merged files are merged again."""
+"""Merged files below this fraction of the target size are merged again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def _until_full(
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return the files to merge. Empty if merging would only rewrite one file."""
+    """Return the files to merge, or an empty list if merging would only rewrite one file."""
     # A replay keeps its own files, so it can be removed by deleting them.
     replays = {
         state.writer

@@ -1,4 +1,4 @@
-"""Request the logprobs to record from an engine, and return only what the caller asked for."""
+"""Ask an engine for the logprobs to record, but return only what the caller requested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
 DELTA = "DELTA"
-"""vLLM's output kind for streaming only new tokens. Merging such outputs loses flat logprobs."""
+"""vLLM's output kind for streaming only new tokens. vLLM drops flat logprobs when it merges such outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return top-K logprobs and tail mass, or full-vocabulary logprobs. A tail below 1e-7 may become -inf."""
+    """Return top-K logprobs and tail mass, or full-vocabulary logprobs. Tail mass below 1e-7 may be lost (-inf)."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)

@@ -24,7 +24,7 @@ _MAX_VALUES = 256  # distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
 """Minimum ratio of distinct values per row (original / copy) for the copy to count as rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine, in units of the standard deviation for unrelated rows."""
+"""Minimum cosine between original and copy, in standard deviations of the cosine between unrelated rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -103,7 +103,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Take digests while passing tensors on to the engine."""
+        """Hash tensors on their way to the engine."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -114,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Take digests while passing on tensors gathered from a sharded trainer."""
+        """Hash tensors gathered from a sharded trainer on their way to the engine."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -126,7 +126,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take digests of the trainer's weights before the transfer, once per policy version."""
+        """Hash the trainer's weights before the transfer, once per policy version."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -215,7 +215,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values in a row, or None if `coarse` is not a rounded `own`."""
+    """Return the maximum number of distinct values in a row, or None if `coarse` is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -83,7 +83,7 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield sent weights by name, as the engine's model holds them.
+    """Yield the engine's copy of each weight under the name it was sent with.
 
     `shapes` maps sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
     stacked experts and tensors packed for a kernel are skipped.

@@ -42,7 +42,7 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. Return the data lost for each missing function."""
+        """Wrap a class's functions with methods of `hooks`. Map missing functions to the data that is not recorded."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -88,7 +88,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""As major.minor. `make matrix` runs the same releases."""
+"""Tested releases as major.minor. `make matrix` runs them."""
 
 
 def untested(library: str, version: str) -> bool:
@@ -100,11 +100,11 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Describe an untested release or missing functions. `missing` maps each function to the data it supplies."""
+    """Return a note on an untested release or missing functions. `missing` maps functions to the data they supply."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "all functions to record were found, but they were not tested"
+    found = f"not recorded: {lost}" if missing else "all functions to record were found but are untested"
     return (
         f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
         f"{found}"

@@ -13,7 +13,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Where `ray job submit` puts the job's runtime environment."""
+"""Variable that holds the job's runtime environment under `ray job submit`."""
 
 
 def install(session: Session, module: Any) -> Patches:

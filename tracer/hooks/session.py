@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Errors in `record` end one part of the recording, and errors in `guard` end it all. Neither reaches the program.
+    Errors in `record` end one part of the recording, and errors in `guard` end all of it. Neither reaches the program.
     Recording never calls a collective, because other processes may have stopped recording.
     """
 
@@ -71,7 +71,7 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """True while a trainer records this process's engine samples."""
+        """True while a trainer records the samples that this process's engine generates."""
         self.num_engine_steps = 0
         self._engine_weights: Any = None
         self._recorder: Any = None
@@ -176,7 +176,7 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call `function` and return its result, or None once recording has ended for this part."""
+        """Call `function` and return its result, or None if this part is no longer recorded."""
         if not self.is_recording:
             return None
         with self.guard(part):
