@@ -1,1 +1,1 @@
-"""Scoring code: the trainer's own, ours for transformers models, vLLM, and the exact engine."""
+"""Scorers: the trainer's own code, a built-in scorer for transformers models, vLLM, and the exact engine."""

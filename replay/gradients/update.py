@@ -68,7 +68,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Rows by micro-batch, or all in one if micro-batches were not recorded."""
+        """Rows by micro-batch, in a single group if micro-batches were not recorded."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
