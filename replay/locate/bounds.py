@@ -144,7 +144,7 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in an MLP or attention observed only as a whole, relative to each token's largest element."""
+    """Bound the error [T, H] in an MLP's or attention's unobserved output, relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
