@@ -66,7 +66,7 @@ class Arm:
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both limit the size of a forward pass"),
-            Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk size is vLLM's token limit"),
+            Clash(other="mode", others=("chunked",), engine=VLLM, why="chunked mode already sets vLLM's token limit"),
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
@@ -77,8 +77,8 @@ class Arm:
             Clash(values=("packed",), other="mode", others=_CACHED, why="packed rows have no KV cache"),
             Clash(
                 values=("packed",), other="attention",
-                others=tuple(name for name in KERNELS if name not in PACKABLE), why="this attention cannot keep rows "
-                    "apart",
+                others=tuple(name for name in KERNELS if name not in PACKABLE),
+                why="this attention kernel cannot separate packed rows",
             ),
         ),
     )  # fmt: skip

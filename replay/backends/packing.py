@@ -45,7 +45,7 @@ def check(config: Any) -> None:
 def check_all(rows: RowSpans, config: Any) -> None:
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
-        raise _cannot(f"only {rows.num_attentions} of {layers} layers can keep rows apart")
+        raise _cannot(f"only {rows.num_attentions} of {layers} layers can separate packed rows")
 
 
 def _attention(

@@ -25,7 +25,7 @@ Place = tuple[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
     row: RecordedRow
-    """The sequence as recorded in the loss's own forward pass."""
+    """The sequence as recorded in the forward pass that computed the loss."""
     mask: np.ndarray
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray

@@ -51,7 +51,7 @@ class Rounding:
     recorded: Any = None
     """Recorded weight dtype (torch). The operator's weight may be rounded from it."""
     adds: bool = False
-    """True if the input is a sum and the operator may use it unrounded."""
+    """True if the operator first adds two inputs and may use their unrounded sum."""
 
     @property
     def out(self) -> float:
