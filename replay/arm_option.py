@@ -20,9 +20,9 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Values of this option that clash. If empty, all do."""
+    """This option's values that conflict with the other option. Empty means all values."""
     others: tuple[str, ...] = ()
-    """Values of the other option that clash, compared up to the colon. If empty, all do."""
+    """The other option's conflicting values, without any `:N`. Empty means all values."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:
@@ -46,7 +46,7 @@ class ArmOption:
     most: float | None = None
     """Maximum for a float option, which must be above 0. None for an integer option."""
     label: str | None = None
-    """Prefix for generated arm names. None means the option's name and a hyphen."""
+    """Prefix for generated arm names. None means the option's name followed by a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -100,5 +100,4 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Format an option for a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

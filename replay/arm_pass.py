@@ -58,8 +58,8 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add a step's scores as one record, so a killed replay never leaves half of them. Sequences already scored by
-        a concurrent replay are skipped."""
+        """Add a step's scores as one record, so that a killed replay never leaves a partial step. Sequences already
+        scored by a concurrent replay are skipped."""
         with alone(self.run.folder):
             scored_now = self._scored_now(step)
             unscored = {row.seq_id for row in scored.rows} - scored_now
@@ -92,8 +92,8 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Delete the pass's writers. They are marked as removed first, so readers ignore leftovers if this process is
-        killed."""
+        """Delete the pass's writers. They are first marked as removed, so that readers ignore whatever is left if this
+        process is killed."""
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
         writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}

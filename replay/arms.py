@@ -35,8 +35,7 @@ class Arm:
     """Settings to change in a replay. Any option left at its default keeps the recorded setting."""
 
     engine: str = arm_option(
-        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers with "
-        "batch-independent bits.",
+        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or batch-invariant layers.",
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
@@ -60,14 +59,14 @@ class Arm:
         values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
     )  # fmt: skip
     batch_size: int | None = arm_option(
-        "Rows per forward pass. Keeps the recorded order and width.", users=_ANY, metavar="N"
+        "Rows per forward pass, in the recorded order and padded width.", users=_ANY, metavar="N"
     )
     batch_tokens: int | None = arm_option(
         "Maximum tokens per forward pass, including padding. Rows are grouped by length.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both limit the size of a forward pass"),
-            Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk size is vLLM's token limit"),
+            Clash(other="mode", others=("chunked",), engine=VLLM, why="chunked mode already sets vLLM's token limit"),
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
@@ -78,8 +77,8 @@ class Arm:
             Clash(values=("packed",), other="mode", others=_CACHED, why="packed rows have no KV cache"),
             Clash(
                 values=("packed",), other="attention",
-                others=tuple(name for name in KERNELS if name not in PACKABLE), why="this attention cannot keep rows "
-                    "apart",
+                others=tuple(name for name in KERNELS if name not in PACKABLE),
+                why="this attention kernel cannot separate packed rows",
             ),
         ),
     )  # fmt: skip
@@ -123,14 +122,14 @@ class Arm:
     )  # fmt: skip
     temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
     top_p: float | None = arm_option(
-        "Keep the most probable tokens until they reach total probability P.",
+        "Keep the smallest set of most probable tokens whose total probability reaches P.",
         users=(HF, VLLM, LOCATE, FACTORY),
         metavar="P",
         most=1,
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Force each token's recorded experts, weights and slots. Requires a trace recorded with --routing.",
+        "Force each token's recorded routing (experts, weights, slots). Requires a trace recorded with --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
@@ -181,12 +180,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changes that keep `locate` from observing operators. With vLLM, `locate` can observe every mode."""
+        """Changes that prevent `locate` from observing operators. With vLLM, `locate` works in every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if operators run and round in this process, so that `locate` can observe them."""
+        """True if operators run and round their results in this process, where `locate` can observe them."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -199,7 +198,7 @@ class Arm:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in their recorded batches, since the batch affects the bits."""
+        """True if rows run in the batches they were recorded in."""
         return self.engine == HF and not self.has_batch_shape
 
     @property

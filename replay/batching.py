@@ -148,7 +148,7 @@ def forwards(
 ) -> list[ForwardBatch]:  # fmt: skip
     """Group rows into forward passes: as recorded, or `batch_size` at a time in the recorded order and width.
 
-    `batch_tokens` groups rows by length, up to this many tokens per forward pass. `right` padding starts each row at
+    `batch_tokens` limits the tokens per forward pass, and groups rows by length. `right` padding starts each row at
     column 0. `packed` puts rows end to end, up to `batch_tokens`, `batch_size` or the device's PACKED_TOKENS.
     """
     most = batch_tokens or PACKED_TOKENS[device]

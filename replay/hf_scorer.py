@@ -69,7 +69,7 @@ class HfScorer:
         self._routers: list[Router] = []
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Maximum rows per forward pass once memory has run out, or None."""
+        """Row limit per forward pass after memory ran out, or None if it has not."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         self.calls_whole_model = False
         """True if the model's own forward method computes the logits."""
@@ -255,7 +255,7 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (fewer columns), and
+        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (saves columns), and
         otherwise to the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)

@@ -63,9 +63,9 @@ class ReplayedStep:
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
-    """Why the step, replayed as recorded, did not match bit for bit: `refused` (the recording does not run here), a
-    code in `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if it matched."""
+    """Why replaying the step as recorded changed bits: `refused` (the recorded setup cannot run here), a code in
+    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
+    `unexplained`. None if it reproduced them."""
     differs: tuple[str, ...] = ()
     """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 

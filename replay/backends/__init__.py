@@ -1,1 +1,1 @@
-"""Scoring code: the trainer's own, our implementation for transformers models, vLLM's, and the exact engine's."""
+"""Scorers: the trainer's own code, a built-in scorer for transformers models, vLLM, and the exact engine."""

@@ -46,8 +46,8 @@ _NO_MATTER = frozenset({
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Add the recorded adapters, without their weights, and return the PEFT model. Only LoRA fields are used, so a
-    trace cannot cause any import. Raises CannotReplay."""
+    """Add the recorded adapters, without their weights, and return the PEFT model. Only LoRA fields are used, so that a
+    trace cannot trigger imports. Raises CannotReplay."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

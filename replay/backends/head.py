@@ -41,7 +41,7 @@ class Head:
     """torch dtype for logits and everything computed from them. None means float32, or float64 after a float64 head."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return log-probabilities [N] for `ids_N`, each given the hidden state before it (nats)."""
+        """Return log-probabilities [N] for `ids_N`, each predicted from the preceding token's hidden state (nats)."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))

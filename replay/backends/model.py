@@ -225,7 +225,7 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round expert and linear-layer weights (but not the head) to a quantised engine's values. The dtype is kept.
+    """Round expert and linear-layer weights (but not the head) to values that a quantised engine can represent.
 
     Shapes: E experts, O outputs, I inputs, G inputs per group.
     """

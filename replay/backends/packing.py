@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward pass. A row sees only itself and its prefixes.
+"""Attention over rows packed end to end in one forward pass. A row attends only to itself and its prefixes.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
@@ -26,7 +26,7 @@ class Span:
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Earlier parts of the same row: (start, end), end exclusive."""
+    """Earlier parts of the same row, as (start, end) ranges with an exclusive end."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ def check(config: Any) -> None:
 def check_all(rows: RowSpans, config: Any) -> None:
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
-        raise _cannot(f"only {rows.num_attentions} of {layers} layers can keep rows apart")
+        raise _cannot(f"only {rows.num_attentions} of {layers} layers can separate packed rows")
 
 
 def _attention(

@@ -23,8 +23,8 @@ def followed(
 ) -> Iterator[None]:  # fmt: skip
     """Append each row's router choices to `into`, or force the `recorded` ones. Raises CannotReplay if they do not fit.
 
-    Padding tokens keep the router's own choice. With `keeps_same_sets`, so do tokens where it selects the recorded
-    experts.
+    The router's own choice is kept for padding tokens. With `keeps_same_sets`, it is also kept for tokens whose
+    experts equal the recorded ones.
     """
     if not known:
         yield

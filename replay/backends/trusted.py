@@ -25,7 +25,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way without calling them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers' check for each attention package. Without the package, transformers would fetch a hub kernel."""
+"""transformers' availability checks. If a package is missing, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable for commands without `allow_kernel`: comma-separated kernel names."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -39,7 +39,7 @@ WHY = {
     UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
     EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's implementations",
-    REFUSED: "the recording does not run here",
+    REFUSED: "the recorded setup cannot run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
@@ -57,7 +57,7 @@ _DROPPED = frozenset({
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
     "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Labels, and config fields that would make transformers fetch or import something."""
+"""Config fields to drop: labels, and fields that would make transformers fetch or import something."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
 

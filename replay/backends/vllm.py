@@ -1,4 +1,4 @@
-"""Score with vLLM. Sequences are prefilled whole, or decoded with forced tokens."""
+"""Score with vLLM. A sequence is either prefilled whole or decoded with forced tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights. Return False unless every weight verifiably arrived."""
+        """Reload weights. Return False unless every tensor is verified to have arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
         # vLLM on CPU would keep the first version's packed experts.
         packs = self.device == "cpu" and has_experts(self.config)
@@ -192,7 +192,7 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep only one name for tied tensors."""
+    """Keep one name per tensor if several names share it."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 

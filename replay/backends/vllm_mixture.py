@@ -16,7 +16,7 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models with the same module names in vLLM and transformers. Their MLPs contain only experts."""
 _DIGIT = 256
-"""Base for numbering weights. All smaller integers are exact in every weight dtype."""
+"""Base for the digits in element indices. Every weight dtype represents all smaller integers exactly."""
 _DIGITS = 4
 
 
@@ -58,8 +58,8 @@ def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' names and weights for all experts: [E, 2 I, H] and [E, H, I]. Empty if the packing is
-    unknown."""
+    """Yield transformers' names and weights for all experts: [E, 2 I, H] and [E, H, I]. Yields nothing if the packing
+    is unknown."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
@@ -71,7 +71,7 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Undo vLLM's CPU packing, or return None. To find the permutation, element indices are packed, one digit at a
+    """Undo vLLM's CPU packing, or return None. The permutation is found by packing element indices, one digit at a
     time."""
     value = weight.detach()
     if value.device.type != "cpu":

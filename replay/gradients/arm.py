@@ -11,7 +11,7 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Untruncated importance weights train / rollout: at the loss's own level (`exact`), per token, or per sequence."""
+"""Importance weights (train / rollout) without truncation: at the loss's level (`exact`), per token, or per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

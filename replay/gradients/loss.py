@@ -26,7 +26,7 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors per row. They are applied one after the other, to round as the trainer does."""
+"""Two divisors per row, applied one after the other to match the trainer's rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ...schemas.results import Result
 class ModuleGradient:
     """Compares an arm's gradient a with the recorded gradient r, for the whole model or one kind of module.
 
-    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). From micro-batch i alone, n a_i estimates a.
+    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). Each n a_i is an estimate of a.
     """
 
     module: str

@@ -32,7 +32,7 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """Always None: gradients are taken with respect to the adapters' own weights, so they are never merged."""
+        """Always None: gradients are taken with respect to adapter weights, so adapters are never merged."""
         return
 
     @property
@@ -52,8 +52,8 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient as one tensor or None per parameter. `seen` gets each forward pass's logprobs. Raises
-        CannotReplay."""
+        """Return the gradient as one tensor or None per parameter. `seen` is called with each forward pass's logprobs.
+        Raises CannotReplay."""
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:

@@ -100,7 +100,7 @@ class StepPasses:
         if update.metric_step is None:
             notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
         if scorer.substitution is not None:
-            notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
+            notes.append(f"the recorded code cannot run here ({scorer.substitution}), so a substitute was used")
         if reproduced is False:
             notes += list(self._why(scorer, loss, seen))
         return notes
@@ -125,7 +125,7 @@ class StepPasses:
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
             why.append("the routers' auxiliary loss, if the trainer added it, is not included")
         if scorer.rows_left:
-            why.append(f"memory ran out, so forward passes had only {scorer.rows_left} rows")
+            why.append(f"ran out of memory, so forward passes were limited to {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))
         why.append(
             "the forward pass reproduced the recorded logprobs bit for bit"

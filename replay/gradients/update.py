@@ -25,7 +25,7 @@ Place = tuple[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
     row: RecordedRow
-    """The sequence as recorded in the loss's own forward pass."""
+    """The sequence as recorded in the forward pass that computed the loss."""
     mask: np.ndarray
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
@@ -68,7 +68,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Rows by micro-batch, or all in one if micro-batches were not recorded."""
+        """Rows by micro-batch, in a single group if micro-batches were not recorded."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}

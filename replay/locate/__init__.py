@@ -1,1 +1,1 @@
-"""Find the operators where two executions diverge, from their own errors and by patching."""
+"""Find the operators where two executions diverge, from each operator's rounding error and from patching."""

@@ -51,7 +51,7 @@ class Rounding:
     recorded: Any = None
     """Recorded weight dtype (torch). The operator's weight may be rounded from it."""
     adds: bool = False
-    """True if the input is a sum and the operator may use it unrounded."""
+    """True if the operator first adds two inputs and may use their unrounded sum."""
 
     @property
     def out(self) -> float:
@@ -144,7 +144,7 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in an unobserved MLP or attention, relative to each token's largest element."""
+    """Bound the error [T, H] in an MLP's or attention's unobserved output, relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -162,7 +162,7 @@ def of_attention(
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error in
     each weighted value, relative to the largest one, if values are sliced (`exact.slices.matmul`). `off` bounds the
-    query and key errors. Without it, both are exact.
+    query and key errors. If it is omitted, they are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))

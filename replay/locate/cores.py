@@ -20,8 +20,8 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Inputs to an attention core. A wrong one is reported as such if no rotary embedding precedes the core, or if only the
-keys are wrong, because a cache lies between rotary and keys."""
+"""Kinds of input to an attention core. Reported only if no rotary embedding precedes the core, or if only the keys are
+wrong (a cache sits between rotary and keys)."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
@@ -100,8 +100,7 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves norms. If the norms differ and the preceding norm layer was not observed, that layer is to
-        blame.
+        A rotation preserves norms, so a wrong norm points to the preceding norm layer if that was not observed.
         """
         norms = [
             (name, kind_of(name))

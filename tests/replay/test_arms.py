@@ -40,7 +40,7 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("kv-dtype=fp8", "a prefill does not read the cache; use mode='decode', chunked:N"),
         ("padding=packed,mode=decode", "packed cannot be combined with mode decode: .*; use mode='prefill'"),
         ("compile,mode=decode", "compile: cannot be combined with mode decode: .*; use mode='prefill'"),
-        ("padding=packed,attention=eager", "cannot keep rows apart; use attention='math', flash"),
+        ("padding=packed,attention=eager", "cannot separate packed rows; use attention='math', flash"),
         ("prefix-caching=on", "works only with vLLM; add engine='vllm'"),
         ("engine=vllm,dtype=fp64", "dtype: vLLM does not support fp64; use fp32, bf16, fp16"),
         ("weights-version=-1", "weights_version: got -1; pass 0 or more"),

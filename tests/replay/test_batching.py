@@ -184,11 +184,11 @@ def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_pa
         ),
         (
             {"padding": "packed", "attention": "eager"},
-            "attention eager: this attention cannot keep rows apart; use attention='math', flash",
+            "attention eager: this attention kernel cannot separate packed rows; use attention='math', flash",
         ),
         (
             {"batch_tokens": 64, "engine": "vllm", "mode": "chunked:8"},
-            "mode chunked:8: the chunk size is vLLM's token limit; use mode='prefill', decode",
+            "mode chunked:8: chunked mode already sets vLLM's token limit; use mode='prefill', decode",
         ),
     ],
 )

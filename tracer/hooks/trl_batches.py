@@ -1,4 +1,4 @@
-"""Read TRL batches: passes, loss rows, rewards and finish reasons. Packed samples travel in the batch as bytes."""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons. The batch contains packed samples as bytes."""
 
 from __future__ import annotations
 

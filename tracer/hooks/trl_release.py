@@ -61,7 +61,7 @@ SERVER_URL = Attribute(  # in TRL 0.28 and newer, in older TRL, and in AsyncGRPO
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes of trainers that generate their own samples. Queued samples carry their rewards."""
+"""Attributes read from trainers that generate their own samples. Queued samples already include rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -91,7 +91,7 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Name TRL's function for adding a fused head (1.15 and newer). A replay calls it too."""
+    """Return the name of TRL's function for adding a fused head, or None before 1.15. A replay calls it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

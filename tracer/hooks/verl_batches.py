@@ -21,7 +21,7 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Read before advantages are computed, because rejection sampling shrinks the mask."""
+"""Columns read before advantages are computed, because rejection sampling shrinks the mask."""
 ESTIMATED = ("advantages",)
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
@@ -146,16 +146,16 @@ def get_off(batch: Any) -> None:
 class Progress:
     step: int
     version: int
-    """Actor updates in the trainer's weights."""
+    """Number of actor updates that the trainer's weights include."""
     old_version: int
-    """Actor updates in the weights that compute `old_log_probs`."""
+    """Number of actor updates included in the weights that compute `old_log_probs`."""
     updates_a_transfer: int
     """Actor updates per weight transfer."""
     transfers_ahead: int = 0
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates in the weights sent by this transfer."""
+        """Return the number of actor updates included in the weights sent by this transfer."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -195,12 +195,12 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices, to recognise rows in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass -> worker output column with its `Forwards.column`."""
+"""For each pass, the worker output column that contains its `Forwards.column`."""
 
 
 class Forwards:
-    """One entry per row in an engine call: its forward pass, its position, the rows in that pass, and the padding after
-    it."""
+    """For each row in an engine call: its forward pass, its position there, how many rows that pass has, and the
+    padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         self._engine = engine
@@ -245,7 +245,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens attention sees, if not all. Before verl 0.8, this is the loss mask's width."""
+    """Return the number of tokens that attention sees, if not all. Before verl 0.8, this is the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

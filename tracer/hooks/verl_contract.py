@@ -31,7 +31,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Settings behind a worker's logprobs. `source` is `recomputed` (before the loss) or `loss`."""
+    """Return the settings that produced a worker's logprobs. `source` is `recomputed` (before the loss) or `loss`."""
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"

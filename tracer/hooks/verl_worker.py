@@ -211,7 +211,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """`rows` holds (position in `data`, key) pairs, and `lengths` [B] response tokens."""
+        """`rows` contains (position in `data`, key) pairs. `lengths` [B] are response lengths in tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder

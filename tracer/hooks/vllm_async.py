@@ -29,7 +29,7 @@ MODEL_PATCHES = ("monkey_patch_model",)
 """Calls that change the engine's model. verl uses them to keep vocabulary padding out of the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""Imported only if verl samples in this process."""
+"""Module that is imported only if verl samples in this process."""
 
 _POINTS = {
     "__init__": ("init", "room for captured distributions"),
@@ -53,7 +53,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Hooks around `AsyncLLM`. A request that arrives while none is running begins a new step."""
+    """Hooks around `AsyncLLM`. A request that arrives when no other is running starts a new step."""
 
     def __init__(self, session: Session):
         super().__init__(session)
@@ -231,7 +231,7 @@ class AsyncRequest:
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions with tokens, or that ended normally without any."""
+        """Completions that have tokens or ended normally."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

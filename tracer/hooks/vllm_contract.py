@@ -91,7 +91,7 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Settings behind a serving engine's logprobs, except those that vary between requests."""
+    """Return the settings that produced a serving engine's logprobs, except those that vary between requests."""
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,

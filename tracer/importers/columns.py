@@ -97,7 +97,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Arrow would silently convert booleans among numbers to 1.0 and 0.0."""
+    """Return True if numbers include booleans, which Arrow would silently convert to 1.0 and 0.0."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -207,7 +207,7 @@ def explained(name: str, format: str) -> Iterator[None]:
 class Selection:
     steps: frozenset[int] | None = None
     sample: float = 1.0
-    """Share of sequences to import. Chosen by hashing their names, so every import selects the same ones."""
+    """Share of sequences to import. They are selected by hashing their names, so each import selects the same."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(seq_ids), bool)

@@ -29,7 +29,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """None in a cell means not recorded. `routing` goes to RowBatch.routing, not to a column."""
+        """None means that a value was not recorded. `routing` goes to RowBatch.routing, not to a column."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)

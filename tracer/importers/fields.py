@@ -198,7 +198,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Faster than NumPy. struct accepts only int and bool as "q", and only int, bool and float as "d"."""
+    """Pack numbers faster than NumPy does. struct accepts only int and bool as "q", and only int, bool and float as "d"."""
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
         return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)

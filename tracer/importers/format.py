@@ -109,9 +109,9 @@ class Reading:
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """Each JSON Lines file's first line not yet imported (from 1)."""
+    """First line not yet imported from each JSON Lines file (1-based)."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """Each JSON Lines file's last complete line. Set by the reader."""
+    """Last complete line in each JSON Lines file. Set by the reader."""
     partial: bool = False
     sources: dict[str, SealedFile] = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ class Format:
     alignment: str
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
-    """Regular expression for the end of each file's path. Its group, if any, is the step."""
+    """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
     keys: frozenset[str] = frozenset()
     """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()

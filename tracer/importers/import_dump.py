@@ -104,7 +104,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so that finished steps' names can be forgotten."""
+    """Return True if every step is a single part and steps increase, so that names from finished steps can be dropped."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase

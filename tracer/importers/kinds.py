@@ -15,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """Some values in a column are invalid. The caller finds the row."""
+    """Some values in a column are invalid. The caller finds out which row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -32,7 +32,7 @@ class Kind:
     element: Kind | None = None
 
     def column(self, array: pa.Array) -> pa.Array:
-        """An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
+        """Convert an array. An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
@@ -165,7 +165,7 @@ def _convert_names(array: pa.Array) -> pa.Array:
 
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
-"""Takes True and False as 1 and 0, because a reward is often a pass/fail check."""
+"""Accepts True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")

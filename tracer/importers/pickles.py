@@ -18,7 +18,7 @@ from ...schemas.errors import ImportFailed
 CONTAINER_BYTES = 64
 """Bytes charged for each list, dict or tuple, because pickles do not state their sizes up front."""
 VIEWED_BYTES = 1 << 16
-"""Byte strings this long or longer stay views of the file instead of being copied."""
+"""Byte strings at least this long are kept as views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
 
 
@@ -257,7 +257,7 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""By opcode: the value's kind and the length field's size in bytes."""
+"""Value kind and size of the length field (bytes) for each opcode."""
 _HEADERS = {0x80: 1, 0x95: 8}
 """Argument sizes in bytes for opcodes without effect here: PROTO and FRAME."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}

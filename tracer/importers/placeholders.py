@@ -16,9 +16,9 @@ from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes over the same policy. If a token has probability 1 in one of them, it should in all."""
+"""Passes that score with the same policy. If a token has probability 1 in one of them, it should in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""Tokens with |logprob| up to this (bfloat16 rounding error) count as having probability 1."""
+"""Largest |logprob| (bfloat16 rounding error) at which a token counts as having probability 1."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
 """Verdicts on a list of zeros: logprobs, placeholders, or undecided until the import ends."""
@@ -29,9 +29,9 @@ class Placeholders:
     clamped: int = 0
     masked_zeros: int = 0
     all_zero: int = 0
-    """0.0 values in all-zero lists, unless another pass gives the tokens probability 1."""
+    """Zeros in lists with no other value, unless another pass gives the tokens probability 1."""
     certain: int = 0
-    """Zeros kept in lists with two or more zeros, because another pass also gives the tokens probability 1."""
+    """Zeros kept because another pass also gives the tokens probability 1 (only lists with two or more zeros)."""
 
     @property
     def total(self) -> int:

@@ -57,7 +57,7 @@ class Imported:
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Invalid logprobs above 0. They are kept unchanged."""
+    """Number of invalid logprobs (above 0), which are kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
     """Files read in this import, or 0 for the parquet format."""

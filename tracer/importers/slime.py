@@ -116,7 +116,7 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots]. The last token had no forward pass and is missing in the file."""
+    """Return router choices [S, L, slots]. The last token had no forward pass and is missing from the file."""
     found = fields.array("experts", 3)
     if found is None:
         return None

@@ -16,9 +16,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""In bytes. Enough for a sequence with one million tokens."""
+"""Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
-"""Approximate upper limit on parsed JSON's memory use relative to its text."""
+"""Approximate maximum for parsed JSON's memory use, as a multiple of its text's size."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -26,7 +26,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if `times` its size exceeds the available memory."""
+    """Return a file's content. Raises ImportFailed if `times` the file size exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}. Split it, or import it on a larger machine")

@@ -123,11 +123,11 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Size of a zip entry's local header, and where it stores the file name's and extra field's lengths."""
+"""Size of a zip entry's local header, and the offset and format of the name and extra field lengths in it."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
-    """Legacy torch.save files hold consecutive pickles, followed by the storages' bytes."""
+    """Read a legacy torch.save file: consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
     def storage(identity: Any) -> Storage:
@@ -174,7 +174,7 @@ class _DtypeName(_StorageKind):
 
 
 def _item_size(dtype: str | None) -> int:
-    """An untyped storage counts bytes."""
+    """Return the bytes per item. An untyped storage is counted in bytes."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 

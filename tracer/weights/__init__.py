@@ -1,1 +1,1 @@
-"""Weights for every policy version, bit for bit."""
+"""Bit-exact weights for every policy version."""

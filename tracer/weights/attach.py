@@ -143,7 +143,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Restore stored bits where transformers loaded another dtype."""
+    """Restore the stored bits in tensors that transformers loaded with another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)

@@ -121,7 +121,7 @@ def write_folder(
 
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Sets --weights-from for every command."""
+"""Environment variable that sets --weights-from for every command."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:

@@ -152,14 +152,14 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] ascending positions, and [K] new minus old bits."""
 
 _LONGEST = 255
-"""A byte with this value continues in the next one."""
+"""A distance is the sum of its bytes, and ends at the first byte below this value."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """`delta_C` is the XOR between old and new bits, and `bits_C` holds the new ones."""
+    """`delta_C` is the XOR between old and new bits. `bits_C` contains the new bits."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])

@@ -29,7 +29,7 @@ class FlatPart:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Count the whole parameter, like DTensor.numel."""
+        """Return the whole parameter's number of elements, like DTensor.numel."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:

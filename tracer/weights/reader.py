@@ -125,7 +125,7 @@ class WeightReader:
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the attempts that stored a version. 0 is an unknown attempt."""
+        """Return the attempts that stored a version. 0 means that the attempt is unknown."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
@@ -267,7 +267,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert a chunk from another version to this version through a common ancestor, or return None."""
+        """Convert a chunk from another version to this version via a common ancestor, or return None."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))

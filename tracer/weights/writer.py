@@ -39,11 +39,11 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change (more while deltas total less than the keyframe)."""
+"""Versions per segment if many elements change. More fit while the deltas are smaller in total than the keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
-"""Maximum share of changed elements for sparse changes. Above it, all bits are stored."""
+"""Maximum share of changed elements to store as sparse changes. Above it, all bits are stored."""
 STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
@@ -95,7 +95,7 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change while the threads make progress. A large model can take minutes."""
+        """Values that change while the threads make progress, to tell slow writes from stuck ones."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property

@@ -1,6 +1,6 @@
 """Attention over a KV cache. A query's result does not depend on keys that it cannot see.
 
-Those keys get a weight of exactly 0 and do not affect scales, so prefill, chunks and decode slice the same numbers.
+Those keys get a weight of exactly 0 and do not affect scales, so prefill, chunks and decode give the same bits.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.
@@ -19,8 +19,8 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length (tokens). Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores to hold in memory at once. On CPU, this many fit into the cache. On GPU, they take
-256 MB, plus six to eight times as much for intermediate results."""
+"""Maximum number of attention scores to hold in memory at once. On CPU, this many fit into the processor's cache. On
+GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)

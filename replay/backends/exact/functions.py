@@ -1,7 +1,7 @@
 """Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
 
-torch's own functions differ between a tensor's body and its tail, and between CPU and GPU. IEEE 754 operations do not.
-Each step is a separate torch operation, since fusing may skip a rounding.
+torch's own functions may round differently in a tensor's last elements than in the rest, and on CPU than on GPU. IEEE
+754 operations do not. Each step is a separate torch operation, since fusing may skip a rounding.
 """
 
 from __future__ import annotations

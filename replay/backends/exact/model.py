@@ -126,8 +126,8 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return hidden states [B, T, H] for the last T tokens. Tokens attend within their row number in `rows_BS` (0
-        is padding)."""
+        """Return hidden states [B, T, H] for the last T tokens. A token attends only to tokens with the same number in
+        `rows_BS` (0 is padding)."""
         self.prepare()
         B, T = ids_BT.shape
         start = rows_BS.shape[1] - T
@@ -155,7 +155,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return what each query sees, keyed by sliding window size. Copies to the host only once."""
+    """Return the keys visible to each query, by sliding window size. Copies to the host only once."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)

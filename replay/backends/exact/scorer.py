@@ -22,7 +22,7 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Gives a token the same bits for any batch, padding, chunking and thread count."""
+    """Scores a token with the same bits regardless of batch, padding, chunking and thread count."""
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
 

@@ -18,7 +18,7 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent of a scale that float64 can still multiply by. No float32 number reaches it."""
+"""Largest scale exponent for which float64 products cannot overflow. No float32 number reaches it."""
 _UNIT_BITS = 33
 UNITS = 1 << (53 - _UNIT_BITS)
 """How many values `sum_of_units` can add exactly."""
@@ -26,10 +26,10 @@ UNITS = 1 << (53 - _UNIT_BITS)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
+    """Vectors along the last axis, truncated: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
 
     parts: tuple[Any, ...]
-    """Integers stored as float64: at most 2**bits in the first tensor, 2**(bits - 1) in the others."""
+    """Integers stored as float64, with magnitudes up to 2**bits in the first tensor and 2**(bits - 1) in the others."""
     exponent: Any
     """int64. Every element is below 2**exponent in magnitude."""
     bits: int
@@ -74,7 +74,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul` for left elements that already include the `right` exponents. Right parts are [..., K, N]."""
+    """Like `matmul`, but the left elements already include the right exponents and right parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
@@ -97,7 +97,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each order's sum is exact, so only adding them up rounds."""
+    """Add up the orders, smallest terms first. Each order's sum is exact, so only these additions round."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
