@@ -611,7 +611,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
-        raise click.UsageError(f"query {name}: give a trace, or print the query with --sql")
+        raise click.UsageError(f"query {name}: pass a trace, or print the query with --sql")
     else:
         form.table(analysis.query(name, list(traces), pair=pair))
 

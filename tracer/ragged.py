@@ -229,7 +229,7 @@ def _expected_values(dtype: np.dtype) -> str:
     return (
         "mask values must be 0 or 1, or booleans"
         if dtype.kind == "b"
-        else f"give numbers within the range of {dtype.name}"
+        else f"pass numbers within the range of {dtype.name}"
     )
 
 
@@ -238,13 +238,13 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
             f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}). "
-            "Give integers"
+            "Pass integers"
         )
     try:
         return to_numpy(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = f" ({str(error).splitlines()[0]})" if is_tensor(data) and str(error) else ""
-        needed = "give numbers" if dtype is None else _expected_values(dtype)
+        needed = "pass numbers" if dtype is None else _expected_values(dtype)
         raise InvalidRecord(f"{what} is {shown(data)}{reason}; {needed}") from error
 
 

@@ -276,7 +276,7 @@ class Recorder:
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
                 f"step {step}, rewards: got {shown(rewards)}; pass a dict of values [B] by reward function, or "
-                f"give their sum as reward="
+                f"pass their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
         given["advantage" if is_per_token(advantage) else "advantages"] = None

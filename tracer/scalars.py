@@ -55,7 +55,7 @@ def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
-    give = f"give one value, or one for each of the {rows} sequences"
+    give = f"pass one value, or one for each of the {rows} sequences"
     if is_tensor(value) or hasattr(value, "__array__"):
         values = _array(value, what)
         if values.shape != (rows,):

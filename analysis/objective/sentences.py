@@ -13,8 +13,8 @@ VERDICT: Mapping[str, str] = {
     "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
     "no_effect": "The mismatch does not change the objective's value: each token contributes as much with the used "
     "ratio as with the true ratio.",
-    "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
-    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, and the ratio of a whole sequence by {mean_abs_sum_d:.3g} nats.",
+    "not_answerable": "The effect on the objective cannot be computed. The missing data are listed below.",
+    "ratios": "On average, the mismatch changes a token's ratio by {mean_abs_d:.3g} nats and a whole sequence's ratio by {mean_abs_sum_d:.3g} nats.",
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
@@ -47,7 +47,7 @@ _WAYS = {
 CANNOT: Mapping[str, str] = {
     "no_trainer_logprobs": "all questions, because the loss's ratio needs logprobs of 'train' or 'current' and the trace "
     "has neither; record them with Recorder.add_scores",
-    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the 'rollout' pass",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no 'rollout' logprobs",
     "no_train": "how the ratio splits into mismatch and policy drift; record the 'train' pass",
     "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "all questions about advantages; record advantages with Recorder.add_sequences(advantage=...)",
@@ -58,7 +58,7 @@ NOTES: Mapping[str, str] = {
     "mismatch",
     "first_update_only": "the trace has no 'current' pass, so the figures are for the first update on a batch. There, the "
     "loss's current policy is the trainer's, and the used ratio is 1 unless the loss divides by the rollout's logprobs",
-    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",

@@ -17,7 +17,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
         return
     more = f", as are {len(there) - 1} more of these figures" if len(there) > 1 else ""
     way = (
-        "give the path of a file in it"
+        "pass the path of a file in it"
         if there[0].is_dir()
         else f"choose another path, or replace files with {option('force')}"
     )

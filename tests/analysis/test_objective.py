@@ -741,7 +741,7 @@ def test_without_rollout_there_is_no_mismatch_to_judge(tmp_path):
 @pytest.mark.parametrize("passes", [("rollout",), ()])
 def test_one_side_alone_or_none_is_said(tmp_path, passes):
     found = objective(write(tmp_path / "run", [make(15)], Loss(), passes=passes))
-    assert found.verdict == ("The effect of the mismatch on the objective cannot be computed.",)
+    assert found.verdict == ("The mismatch's effect on the objective cannot be computed.",)
     assert found.cannot[0].startswith("all questions")
     assert objective_text(found)
 

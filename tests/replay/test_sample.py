@@ -124,7 +124,7 @@ def test_the_command_says_what_was_drawn(trace):
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "nan", "inf"])
 def test_what_is_no_sample_is_refused(trace, text):
-    with pytest.raises(InvalidOption, match="give a fraction below 1"):
+    with pytest.raises(InvalidOption, match="pass a fraction below 1"):
         replay(trace, sample=text)
 
 

@@ -89,7 +89,7 @@ def test_other_weights_are_compared_with_what_the_engine_holds(monkeypatch):
     restart = engine._start
     monkeypatch.setattr(engine, "_start", lambda tensors: (monkeypatch.undo(), restart(tensors)))
     began = None
-    with pytest.warns(TimTraceWarning, match=rf"{name} did not receive the new weights; the engine is restarted"):
+    with pytest.warns(TimTraceWarning, match=rf"{name} did not receive the new weights, so the engine is restarted"):
         engine.put(first)
     assert logprobs(engine) == of_first
     engine.close()

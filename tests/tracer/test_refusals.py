@@ -226,7 +226,7 @@ def test_padding_without_a_mask_is_pointed_at_once(recorder, side, kind):
     assert sentence.startswith(
         f"step 1, response_ids: 2 of 3 rows {edge} with up to 4 repeats of token 0, which looks like"
     )
-    assert "Give that mask, or lists without padding" in sentence
+    assert "Pass that mask, or lists without padding" in sentence
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ SCORES = [
     ({"logprobs": LOGPROBS, "rows": [[0, 1]]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": 1}, "rows: got"),
     ({"logprobs": LOGPROBS, "forward": {"ids": [1, 2]}}, r"forward: got .* \(dict\); pass a Forward"),
-    ({"logprobs": LOGPROBS, "distribution": {"token_ids": 1}}, "distribution: got .*give a TopK or Logits or Hidden"),
-    ({"logprobs": LOGPROBS, "routing": [1]}, "routing: got .*give a Routing"),
+    ({"logprobs": LOGPROBS, "distribution": {"token_ids": 1}}, "distribution: got .*pass a TopK or Logits or Hidden"),
+    ({"logprobs": LOGPROBS, "routing": [1]}, "routing: got .*pass a Routing"),
     ({"logprobs": LOGPROBS, "rows": [0, 0]}, "give each row's number once"),
 ]
 
@@ -367,7 +367,7 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
         ({3: 1.0}, r"the name 3 \(int\) is not a string"),
         ({"loss": 10**400}, "too large for float64"),
         ({"loss": "\ud800"}, "cannot be encoded as UTF-8"),
-        ([("loss", 1.0)], "give a dict of values by name"),
+        ([("loss", 1.0)], "pass a dict of values by name"),
         (None, "metrics of step 1: got None; pass a dict"),
     ],
 )
@@ -413,7 +413,7 @@ def test_what_is_added_has_its_own_type(recorder):
         recorder.add_loss({"kind": "ppo_clip"})
     with pytest.raises(InvalidRecord, match=r"version: got 1.5"):
         recorder.add_weights(1.5, {"w": torch.ones(1)})
-    with pytest.raises(InvalidRecord, match="give a state_dict"):
+    with pytest.raises(InvalidRecord, match="pass a state_dict"):
         recorder.add_weights(1, [torch.ones(1)])
     recorder.add_loss(Loss())
 

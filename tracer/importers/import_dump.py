@@ -99,7 +99,7 @@ def import_dump(
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
     other = recognised(folder)
-    remedy = "Give the folder that the framework wrote to" if other in (None, format.name) else f"Import it as {other}"
+    remedy = "Pass the folder that the framework wrote to" if other in (None, format.name) else f"Import it as {other}"
     return f"contains no {format.files}. {remedy}"
 
 

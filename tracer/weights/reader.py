@@ -377,7 +377,7 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has no weights: {SUPPLIES}, or give checkpoints with {option('weights_from', 'DIR')}"
+            return f"it has no weights: {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 
