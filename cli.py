@@ -667,8 +667,8 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Start here. Runs attribute and check, reports each side's precision, and compares metrics with published values and
-    alert levels, computing each metric as its source defines it. Shows what the trace's replays answer, and suggests
-    replays for the rest. The exit code is 1 if the comparison is not valid.
+    alert levels, computing each metric as its source defines it. Shows which questions the trace's replays
+    answer, and suggests replays for the others. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
@@ -745,9 +745,9 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Thresholds default to published ones, but verl's presets always use verl's own. Every row shows the full rule, the
-    ratio that the source bounds (verl's k1 bounds the inverse ratio), and the condition for keeping a token, where rho
-    = exp(d).
+    By default, thresholds are the published ones. verl's presets always use verl's own. Every row shows the full rule,
+    which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a token, where
+    rho = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 

@@ -97,9 +97,9 @@ def run_units(
 ) -> Iterator[tuple[int, Any]]:
     """Yield each unit's number and result as it finishes.
 
-    If `address` is None, all units run in this process. On a cluster (`local`, `auto` or `host:port`), as many actors
-    as fit share the units. Each has its own copy of `worker` and gets `num_cpus` CPUs, or as many as the largest node
-    has. If an actor dies, another one runs its unit again.
+    If `address` is None, all units run in this process. On a cluster (`local`, `auto` or `host:port`), the units are
+    divided among as many actors as fit. Each actor has its own copy of `worker` and gets `num_cpus` CPUs, or as many as
+    the largest node has. If an actor dies, another actor runs its unit again.
     """
     if address is None:
         with closing(worker):

@@ -180,8 +180,8 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     if foreign:
         more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         raise TraceExists(
-            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and is not replaced. "
-            "Move them away, or use another folder"
+            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and will not be replaced. "
+            "Move them elsewhere, or use another folder"
         )
 
 

@@ -44,7 +44,8 @@ class Upload:
         """Bytes uploaded so far, including files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True after an interrupted upload of these `files`. Raises TraceExists if the URL holds others."""
+        """Return True if an earlier upload of these `files` was interrupted. Raises TraceExists if the URL holds other
+        files."""
         try:
             found = self._store.filesystem.find(self._store.root)
         except FileNotFoundError:

@@ -50,7 +50,7 @@ class Alarm:
     of_size: bool = False
     """True to compare the metric's absolute value."""
     summary: str
-    """What the source says about runs beyond the level."""
+    """What the source says about runs that exceed the level."""
     source: str
     of_mismatch: bool = True
     """False if the alert concerns rewards or the optimizer."""

@@ -127,8 +127,8 @@ class Attribution(Result):
     """The `steps` option as given. Evidence may also come from steps outside this selection."""
     control: str | None
     kind: str
-    """`intervention` if there is a baseline with the same prompts and, after a drop, the differences point to one
-    suspect, else `observation`."""
+    """`intervention` if a baseline has the same prompts and all differences point to one suspect, else `observation`.
+    """
     num_steps: int
     outcome: str
     """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""

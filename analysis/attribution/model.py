@@ -1,5 +1,4 @@
-"""model.json contains two logistic regressions (with and without a baseline), fitted by
-benchmarks/laboratories/left_out.py."""
+"""model.json contains two logistic regressions, with and without a baseline (benchmarks/laboratories/left_out.py)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return how a run differs from its baseline (the earliest difference first, the rest by strength) and where the
-    two diverge."""
+    """Return a run's differences from its baseline (the earliest first, then by strength) and where they diverge."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:

@@ -70,8 +70,7 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Inputs that changed abruptly and permanently long before the drop. Their effect can take many updates to
-        show."""
+        """Inputs that changed abruptly and permanently long before the drop. Their effect can take many updates."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -289,8 +288,7 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Locate the drop in the difference from a baseline run with the same seeds, because shared noise cancels
-        there."""
+        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels."""
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall

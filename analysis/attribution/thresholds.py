@@ -15,8 +15,7 @@ LEARNED = 0.1
 WAS_THERE = 0.5
 """If more than this fraction of reward noise was already present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Minimum correlation within a step for advantages to follow rewards. It is low because a critic may remove most of the
-reward."""
+"""Minimum correlation within a step for advantages to follow rewards. A critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
 """Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
 CHANGED = 0.05
@@ -28,8 +27,7 @@ ABRUPT = 10.0
 MISMATCH_DIFFERS = 3.0
 """Minimum ratio for two runs' mismatches to count as different. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Below this mean |d| (nats), a mismatch is harmless. bf16 engines show 0.002 to 0.01 in healthy runs over several
-months."""
+"""Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
 """Rewards count as mixed up if at least this fraction as many change as in a shuffle within groups."""
 MANY_SHARED = 0.3

@@ -43,8 +43,7 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` if there is no mismatch, `unpublished` if there is no published value for this dtype, else its position
-    relative to the range."""
+    """`equal` without a mismatch, `unpublished` without a published value, else the position relative to the range."""
     own: float
     coarser: str | None
     is_inferred: bool = False

@@ -171,8 +171,7 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """Mismatch at the onset: the median over the preceding tenth of the run or, if larger, the largest three-step
-    median near the onset."""
+    """Mismatch at the onset: median over the preceding tenth or, if larger, the largest three-step median nearby."""
     first: float
     """Mismatch at the first step, before any update if recording began with the run."""
     settled: float
@@ -279,8 +278,7 @@ class EarlierWeights:
     by_chance: int
     """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
-    """The trainer step that matches best, or the number of steps back if `is_distance`. 0 if no step has enough
-    prefixes."""
+    """The best matching trainer step, or steps back if `is_distance`. 0 if none has enough prefixes."""
     is_distance: bool
     agreement: float
     num_agreeing: int
@@ -303,8 +301,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look for the engine's prefix logprobs among the trainer's earlier ones, from step `first` on. None if too few can
-    be compared."""
+    """Look for the engine's prefix logprobs, from step `first` on, among the trainer's earlier ones."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)

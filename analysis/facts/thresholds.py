@@ -29,8 +29,7 @@ terms in the reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards are in the wrong rows if reordering them leaves less than this fraction of the unequal pairs."""
 SAME_REWARDS = 0.15
-"""Reward distributions count as equal up to this Kolmogorov-Smirnov distance and this difference in means (standard
-deviations)."""
+"""Reward distributions are equal up to this Kolmogorov-Smirnov distance and difference in means (in sd)."""
 SAME_REWARDS_SD = 2.5
 """Their means may also differ by this many standard errors, if that is more."""
 MOST = 0.5
@@ -40,7 +39,7 @@ REFERENCE_MOVES = 0.05
 SAME_ORDER = 0.95
 """If old and new rewards for identical responses correlate more than this, only the scale has changed."""
 LENGTH_PAYS = 0.5
-"""The reward depends on length if the two correlate more than this within groups. Correct rewards correlate less."""
+"""Minimum correlation within groups for a reward to depend on length. Correct rewards stay below it."""
 LENGTH_EXPLAINS = 0.8
 """Length explains reward differences if the two correlate more than this."""
 LENGTH_IS_ALL = 0.98
@@ -60,5 +59,4 @@ BREAKABLE = 0.2
 BREAK_LOSES = 0.5
 """A correlation counts as lost if it stays lower by at least this fraction."""
 MATERIAL_REST = 0.1
-"""Reward differences among responses with equal baseline rewards are tested separately if they account for this share
-of the variance."""
+"""Minimum share of variance for testing differences among responses with equal baseline rewards separately."""

@@ -130,7 +130,7 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
     fails: bool
-    """True if the value violates the condition, or is inconclusive because it excludes tokens. Sets the exit code."""
+    """True if the value violates the condition, or proves nothing because tokens were left out. Sets the exit code."""
     steps_beyond: int | None
     """How many steps violate the condition. None for `check`, and for counts (totals over the run)."""
     worst_step: int | None

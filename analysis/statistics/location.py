@@ -21,8 +21,9 @@ _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
 _DECAYS = (0.03, 0.1, 0.3)
 
 REACH = 7.35
-"""Largest extra cost (long-run variances) inside the 95% interval. It solves (1 - exp(-x / 2))^2 = 0.95, the limit
-law for a jump's likelihood ratio (Hinkley, Biometrika 57, 1970)."""
+"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in units of the long-run variance.
+The value solves (1 - exp(-x / 2))^2 = 0.95, from the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57,
+1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

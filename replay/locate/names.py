@@ -16,7 +16,7 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the last word in an operator's name (q_proj, input_layernorm), ignoring list indices."""
+    """Return the last component of an operator's name (q_proj, input_layernorm), ignoring list indices."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 

@@ -157,7 +157,7 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program.
+        """Prevent recording errors from reaching the program.
 
         `what` names the data lost. An error ends this process's recording, unless `otherwise` handles it.
         """

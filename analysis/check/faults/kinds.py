@@ -91,7 +91,7 @@ ROW_CONTEXT = Fault(
     causes={
         "prompt": "the two sides read different prompts",
         "cut": "one side truncates long prompts or reads only part of them",
-        "group": "the two sides read different prompts, because some prompts have another prompt's prefix",
+        "group": "the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
         "turns": "later turns have a different context",
         "neighbours": "padding is attended to, or packed rows attend to each other",
         "padding": "padding is attended to or included in positions",

@@ -59,7 +59,7 @@ _EVIDENCE = {
 _REASONS = {
     "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
     "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
-    "floor": "; all tokens with a lower logprob in {other} have this value, so {side} is cut off there",
+    "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
 }
 

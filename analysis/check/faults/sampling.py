@@ -169,7 +169,7 @@ class ScaleFit:
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Explain d by a constant factor between the two passes' logits.
+    """Explain d by a constant factor that scales one side's logits.
 
     The factor is fitted to the log-odds and, if entropies are recorded, to logprob + entropy. Tokens in the same
     context determine it exactly.
