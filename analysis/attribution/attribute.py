@@ -86,7 +86,8 @@ def explain(
 
 def _alone(facts: Facts) -> Attribution:
     if facts.fall is None:
-        return _attribution(facts, (), (), _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS]))
+        supposed, known = _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
+        return _attribution(facts, known, (), supposed)
     known = table(facts)
     return _attribution(facts, known, judged(known, ALONE), None)
 
@@ -115,11 +116,12 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     else:
         decide = [*shown[:1], *configured]
     is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE, suspects) for one in decide}) == 1)
+    supposed, told = None, (*found, *known)
     if facts.new_reward is not None:  # the run alone shows that the reward changed
-        supposed = _supposed(facts, [facts.new_reward.step])
-    else:
-        supposed = None if facts.fall or parted is None else _supposed(facts, [parted.step], control)
-    result = _attribution(facts, (*found, *known), suspects, supposed)
+        supposed, told = _supposed(facts, [facts.new_reward.step])
+    elif facts.fall is None:
+        supposed, told = _supposed(facts, [] if parted is None else [parted.step], control)
+    result = _attribution(facts, told, suspects, supposed)
     return replace(
         result, control=control.trace, kind=INTERVENTION if is_intervention else OBSERVATION,
         difference_codes=tuple(
@@ -129,21 +131,27 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     )  # fmt: skip
 
 
-def _supposed(facts: Facts, steps: Iterable[int], control: Facts | None = None) -> SupposedCause | None:
-    found = []
+def _supposed(
+    facts: Facts, steps: Iterable[int], control: Facts | None = None
+) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
+    """Judge each step as if a drop began there. Return the likeliest cause and the facts around its step, or around the
+    step with the strongest facts if no cause is named."""
+    found: list[tuple[float, float, SupposedCause | None, tuple[Fact, ...]]] = []
     for step in steps:
         at = supposed_at(facts, step)
         known = table(at)
-        beside = () if control is None else table_beside(at, control)[0]
-        suspects = judged((*known, *beside), ALONE if control is None else BESIDE)
+        told = (*known, *(() if control is None else table_beside(at, control)[0]))
+        suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
             # The change is certain, so one of the named suspects caused it.
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
-        if control is not None or suspects[0].code != "unknown":
-            found.append(SupposedCause(suspects=described(at, suspects), step=step))
-    return max(found, key=lambda one: one.suspects[0].probability, default=None)
+        is_named = control is not None or suspects[0].code != "unknown"
+        cause = SupposedCause(suspects=described(at, suspects), step=step) if is_named else None
+        found.append((suspects[0].probability if cause else 0.0, sum(abs(one.level) for one in told), cause, told))
+    _, _, supposed, around = max(found, key=lambda one: one[:2], default=(0.0, 0.0, None, ()))
+    return supposed, around
 
 
 def _attribution(
@@ -158,7 +166,7 @@ def _attribution(
         trace=facts.trace, steps=facts.steps_asked, control=None, kind=OBSERVATION, num_steps=len(facts.steps),
         outcome=facts.outcome.name if facts.outcome else "", fall=facts.fall, later=facts.later, changes=facts.near,
         suspects=described(facts, suspects) if facts.fall else (),
-        facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
+        facts=tuple(sorted(known, key=lambda one: -abs(one.level))),
         supposed=supposed, not_finite=tuple(sorted(broken, key=lambda each: each.step)), note_codes=tuple(notes),
     )  # fmt: skip
 
@@ -173,7 +181,8 @@ _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "di
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first within each run. Runs without a drop have no facts."""
+    """Return the SQL view `facts`, strongest first within each run. Without a drop, the facts are those around the step
+    that most likely made the run worse."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))

@@ -53,10 +53,6 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
     parts = [f"{about}\n{story or verdict_sentence(result)}"]
     if result.facts:
         parts.append(_facts(result))
-    elif change is not None:
-        named = [one for one in change.suspects if one.code != "unknown"][:1]
-        head = f"If the run did get worse, at step {change.step}:"
-        parts += ["\n  ".join([head, *map(evidence_sentence, one.for_it)]) for one in named]
     if suspects:
         parts.append(_alike(suspects))
     parts += [_rows(result), _questions(result, suspects)]
@@ -67,7 +63,12 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    lines = ["Facts, strongest first (strength from 0 to 1, timing relative to the drop):"]
+    when = (
+        "timing relative to the drop"
+        if result.fall
+        else "as if a drop began " + (f"at step {result.supposed.step}" if result.supposed else "where most changes")
+    )
+    lines = [f"Facts, strongest first (strength from 0 to 1, {when}):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:
