@@ -101,11 +101,11 @@ def test_advantages_can_lie_in_the_wrong_rows_while_rewards_do_not(made):
 
 def test_truth_is_held_against_the_twin(laboratory, made):
     folder = made["sound"].parent
-    for name, cause in (("sound", "sound"), ("coarse", "quantised")):
+    for name, cause, detail in (("sound", "sound", "sound"), ("coarse", "mismatch", "quantised")):
         plan = json.loads((folder / name / "plan.json").read_text())
         plan["evaluations"] = [0.8] * 10 + ([0.8] * 10 if name == "sound" else [0.3] * 10)
         (folder / name / "plan.json").write_text(json.dumps(plan))
-        (folder / name / "label.json").write_text(json.dumps({"cause": cause, "twin": "sound"}))
+        (folder / name / "label.json").write_text(json.dumps({"cause": cause, "detail": detail, "twin": "sound"}))
     from truth import truths
 
     found = {truth.folder.name: truth.expected for truth in truths(folder)}
@@ -113,9 +113,9 @@ def test_truth_is_held_against_the_twin(laboratory, made):
 
 
 def test_every_run_of_a_split_has_its_twin(laboratory):
-    members = laboratory["causes"].members(laboratory["causes"].SPLITS["heldout"], 6)
-    names = {member.plan.name for member in members}
-    assert all(member.twin in names for member in members)
+    members = laboratory["causes"].members("heldout", 6)
+    names = {member.name for member in members}
+    assert all(member.label["twin"] in names for member in members)
     assert len(names) == len(members) == 6 * (1 + len(laboratory["causes"].CAUSES))
 
 

@@ -1,4 +1,4 @@
-"""model.json contains two logistic regressions, with and without a baseline (benchmarks/laboratories/left_out.py)."""
+"""model.json contains two logistic regressions, with and without a baseline (benchmarks/collapse/left_out.py)."""
 
 from __future__ import annotations
 

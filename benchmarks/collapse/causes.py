@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
-from laboratory import Plan
+from laboratory import Plan, perform
 from switches import Switches
+from truth import Member
 
 CAUSES: dict[str, tuple[Switches, ...]] = {
     "quantised": (Switches(weight_bits=3), Switches(weight_bits=3, begins=0.35)),
@@ -67,21 +69,12 @@ SPLITS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A run of a split, and the name of its healthy twin."""
-
-    plan: Plan
-    cause: str
-    twin: str
-
-
-def members(split: Split, num_seeds: int) -> list[Member]:
+def members(split_name: str, num_seeds: int | None = None) -> list[Member]:
     """Return the runs of a split: for each seed a healthy run, and one run per cause that differs only in that switch.
     The healthy runs alternate between three engines: float32 with a KV cache, exact, bfloat16.
     """
-    found = []
-    for number in range(num_seeds):
+    split, found = SPLITS[split_name], []
+    for number in range(num_seeds or 4):
         engine = ({}, {"exact": True}, {"engine_dtype": "bf16"})[number % 3]
         base = Plan(
             task=split.tasks[number % len(split.tasks)],
@@ -92,10 +85,15 @@ def members(split: Split, num_seeds: int) -> list[Member]:
             seed=split.first_seed + number,
             switches=Switches(**engine),
         )
-        found.append(Member(plan=base, cause="sound", twin=base.name))
+        found.append(_member(base, "sound", base))
         for cause, options in CAUSES.items():
             said = options[number % len(options)].said
             sound_engine = {} if cause in OF_ENGINE and "exact" in engine else engine
             plan = replace(base, switches=Switches(**sound_engine | said))
-            found.append(Member(plan=plan, cause=cause, twin=base.name))
+            found.append(_member(plan, cause, base))
     return found
+
+
+def _member(plan: Plan, cause: str, twin: Plan) -> Member:
+    label = {"cause": FAMILIES.get(cause, cause), "detail": cause, "twin": twin.name}
+    return Member(name=plan.name, label=label, perform=partial(perform, plan))

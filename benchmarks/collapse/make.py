@@ -1,15 +1,17 @@
-"""Generate the runs of the collapse suite, with their twins.
+"""Generate a laboratory's runs with their healthy twins, and tell which collapsed as meant.
 
-python benchmarks/collapse/make.py --split tuning -o runs/collapse/tuning     # about half an hour on two cores
-python benchmarks/collapse/score.py runs/collapse/tuning
+python benchmarks/collapse/make.py recurrent -o runs/laboratories/recurrent           # a GRU in numpy, 4 minutes
+python benchmarks/collapse/make.py transformer -o runs/collapse/tuning                # half an hour on two cores
+python benchmarks/collapse/left_out.py facts runs/laboratories/* -o facts.parquet     # then fit or score `attribute`
 
-Each run is a folder with `trace` (recorded through the public API) and `plan.json` (its switches, and evaluations by the
-true reward). Existing runs are kept.
+Each run is a folder with `trace` (recorded through the public API), `label.json` (cause, twin) and `plan.json`
+(evaluations by the true reward). Existing runs are kept. A laboratory is a module with `members(split, seeds)`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -19,55 +21,49 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+LABORATORIES = {"transformer": "causes", "recurrent": "recurrent"}
+
 
 def main() -> None:
-    """Make a split."""
-    from causes import CAUSES, SPLITS, members
-
+    """Make runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", choices=tuple(SPLITS), default="tuning")
-    parser.add_argument("--seeds", type=int, default=4, help="seeds of each cause")
-    parser.add_argument("--first-seed", type=int, help="instead of the split's own")
-    parser.add_argument("--steps", type=int, help="instead of the split's own")
-    parser.add_argument("--cause", action="append", choices=("sound", *CAUSES), help="these alone, and their twins")
+    parser.add_argument("laboratory", choices=LABORATORIES)
+    parser.add_argument("--split", default="tuning", help="tuning or heldout (transformer)")
+    parser.add_argument("--seeds", type=int, help="number of seeds")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these causes or runs alone, and their twins")
     parser.add_argument("--models", type=Path, default=Path("runs/collapse/models"))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    split = SPLITS[given.split]
-    for name in ("first_seed", "steps"):
-        if getattr(given, name) is not None:
-            split = _replaced(split, name, getattr(given, name))
-    wanted = [
-        member for member in members(split, given.seeds) if not given.cause or member.cause in (*given.cause, "sound")
-    ]
-    jobs = [(member, given.output, given.models) for member in wanted]
+    found = importlib.import_module(LABORATORIES[given.laboratory]).members(given.split, given.seeds)
+    wanted = [one for one in found if not given.only or {one.name, one.label["cause"]} & set(given.only)]
+    twins = {one.label["twin"] for one in wanted}
+    jobs = [(one, given.output, given.models) for one in found if one in wanted or one.name in twins]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for number, line in enumerate(pool.imap_unordered(_make, jobs), 1):
             print(f"{number}/{len(jobs)} {line}", flush=True)
-
-
-def _replaced(split, name, value):
-    from dataclasses import replace
-
-    return replace(split, **{name: value})
+    _print_outcomes(given.output)
 
 
 def _make(job) -> str:
-    import torch
-    from laboratory import perform
-
     member, output, models = job
-    folder = output / member.plan.name
+    folder = output / member.name
     if (folder / "label.json").exists():
-        return f"{member.plan.name}: there already"
-    torch.set_num_threads(1)
+        return f"{member.name}: there already"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     began = time.monotonic()
-    evaluations = perform(member.plan, folder, models)
-    (folder / "label.json").write_text(json.dumps({"cause": member.cause, "twin": member.twin}))
-    words = " ".join(f"{value:.2f}" for value in evaluations)
-    return f"{member.plan.name}: {time.monotonic() - began:.0f} s, {words}"
+    member.perform(folder, models)
+    (folder / "label.json").write_text(json.dumps(member.label))
+    return f"{member.name}: {time.monotonic() - began:.0f} s"
+
+
+def _print_outcomes(output: Path) -> None:
+    from truth import SOUND, truths
+
+    for one in truths(output):
+        as_meant = one.expected == ("none" if one.cause in SOUND else one.cause)
+        print(f"{one.folder.name:56} {one.cause:16} keeps {one.kept:.3f}  {'as meant' if as_meant else 'NOT AS MEANT'}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def rescues_of(job: tuple[Truth, Path, Path]) -> list[Rescue]:
         found.append(
             Rescue(
                 run=truth.folder.name,
-                cause=truth.cause,
+                cause=truth.detail,
                 remedy=remedy,
                 broken=last_fifth(truth.plan),
                 sound=sound,

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from causes import FAMILIES
+import numpy as np
 
 FELL = 0.9
 """A run whose last fifth is below this share of its best fifth has collapsed."""
+SOUND = ("sound", "harmless")
 HELD = 0.95
 """A run above this share has not; runs in between are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A run to make."""
+
+    name: str
+    label: dict[str, Any]
+    """`cause` as in Truth, `detail`, and `twin`: the name of the healthy run that differs only in the cause."""
+    perform: Callable[[Path, Path], object]
+    """Function that writes `trace` and `plan.json` to the first folder, and may keep models in the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +35,11 @@ class Truth:
     folder: Path
     plan: dict[str, Any]
     cause: str
-    """Cause of the switch, `sound` or `harmless`."""
+    """The suspect to name, `other` if it is not among the suspects, `sound` or `harmless`."""
+    detail: str
+    """What exactly was switched."""
     expected: str | None
-    """The suspect to name; `none` if nothing collapsed; None if the cause cannot be determined."""
+    """The cause if the run collapsed and its twin did not; `none` if it did not collapse; else None."""
     twin: Path
     kept: float
     """Mean of the last fifth over that of the best fifth of the evaluations."""
@@ -51,13 +66,17 @@ def _truth(run: Path, folder: Path) -> Truth | None:
     expected = None
     if held:
         expected = "none"
-    elif fell and of_twin > HELD and label["cause"] in FAMILIES:
-        expected = FAMILIES[label["cause"]]
-    return Truth(folder=run, plan=plan, cause=label["cause"], expected=expected, twin=twin, kept=kept)
+    elif fell and of_twin > HELD and label["cause"] not in SOUND:
+        expected = label["cause"]
+    return Truth(
+        folder=run, plan=plan, cause=label["cause"], detail=label["detail"], expected=expected, twin=twin, kept=kept
+    )
 
 
-def share_kept(evaluations: list[float]) -> float:
-    """Return the last fifth's mean over the best fifth's."""
-    width = max(len(evaluations) // 5, 2)
-    means = [sum(evaluations[i : i + width]) / width for i in range(len(evaluations) - width + 1)]
-    return means[-1] / max(means)
+def share_kept(evaluations: Sequence[float]) -> float:
+    """Return the mean of the last fifth divided by that of the best; any negative minimum is subtracted first."""
+    values = np.asarray(evaluations, float)
+    width = max(len(values) // 5, 1)
+    means = np.convolve(values, np.ones(width) / width, mode="valid")
+    floor = min(float(values.min()), 0.0)
+    return float((means[-1] - floor) / max(means.max() - floor, 1e-12))

@@ -1,8 +1,8 @@
 """Fit the model of `tim-trace attribute` on benchmark suites, and score it on each suite with the model fitted on the others.
 
-python benchmarks/laboratories/left_out.py facts runs/laboratories/* -o benchmarks/laboratories/facts.parquet
-python benchmarks/laboratories/left_out.py score benchmarks/laboratories/facts.parquet
-python benchmarks/laboratories/left_out.py fit benchmarks/laboratories/facts.parquet
+python benchmarks/collapse/left_out.py facts runs/laboratories/* -o benchmarks/collapse/facts.parquet
+python benchmarks/collapse/left_out.py score benchmarks/collapse/facts.parquet
+python benchmarks/collapse/left_out.py fit benchmarks/collapse/facts.parquet
 
 A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
 as collapsed if the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. For a
@@ -36,9 +36,8 @@ from tim_trace.analysis.attribution.fact import Fact
 from tim_trace.analysis.attribution.model import ALONE, BESIDE, judged, shares_prompts, table, table_beside, unexplained
 from tim_trace.analysis.attribution.run_facts import Facts, read_facts
 from tim_trace.analysis.views import open_database
+from truth import FELL, HELD, SOUND, share_kept
 
-FELL, HELD = 0.9, 0.95
-SOUND = ("sound", "harmless")
 CONFIDENT = 0.6
 BANDS = (0.5, 0.7, 0.9, 1.01)
 PAIR = ("train", "rollout")
@@ -93,15 +92,6 @@ def owners(feature: str) -> tuple[str, ...]:
     """Return the suspects that a feature supports."""
     setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", feature)
     return (setting[1],) if setting else (_OWNER_OF[feature],) if feature in _OWNER_OF else ()
-
-
-def share_kept(evaluations: Sequence[float]) -> float:
-    """Return the mean of the last fifth divided by that of the best; any negative minimum is subtracted first."""
-    values = np.asarray(evaluations, float)
-    width = max(len(values) // 5, 1)
-    means = np.convolve(values, np.ones(width) / width, mode="valid")
-    floor = min(float(values.min()), 0.0)
-    return float((means[-1] - floor) / max(means.max() - floor, 1e-12))
 
 
 def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

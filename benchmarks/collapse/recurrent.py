@@ -9,19 +9,12 @@ A run is a family (task, sizes, seeds, logged data) and a switch: settings that 
 in the engine, the verifier, the loss or the memory. Its twin is the family without the switch; random draws depend only
 on (seed, purpose, step), so both are identical until then. The cause is known because only the switch differs. The
 collapse is measured on held-out prompts, which the trainer's policy answers at temperature 1 for the true reward.
-
-    python recurrent.py -o FOLDER [--only NAME ...] [--seed N]
-
-FOLDER/NAME/ then holds the trace, label.json (cause, detail, twin, begins, intervention) and plan.json (evaluations).
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import shutil
-import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from tim_trace import Loss, Recorder
+from truth import Member
 
 Weights = dict[str, np.ndarray]
 
@@ -38,7 +32,6 @@ VOCABULARY = NUM_DIGITS + 4
 EVALUATE_EVERY = 2
 NUM_EVALUATION_PROMPTS = 104
 BASE_UPDATES, OFF_BY_ONE_SHARE, WRONG_TOKEN_SHARE = 1800, 0.55, 0.05
-FELL_BELOW, KEPT_ABOVE = 0.9, 0.95
 
 # purposes of random draws, each with its own stream per step
 PROMPTS, SAMPLING, EVALUATION, ORDER, NOISE, EXAMPLES, WEIGHTS, MEMORY = range(8)
@@ -681,50 +674,27 @@ def train_run(run: Run, family: Family, folder: Path) -> list[float]:
     return evaluations
 
 
-def make_run(name: str, run: Run, seed: int, output: Path) -> None:
+def perform(run: Run, seed: int, folder: Path, models: Path) -> None:
+    """Train and record one run. `seed` is added to the family's."""
     family = FAMILIES[run.family]
     family = replace(family, settings=replace(family.settings, seed=family.settings.seed + seed))
-    made = output / f".making-{name}"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    evaluations = train_run(run, family, made / "trace")
-    twin = next(other for other, sound in RUNS.items() if sound.family == run.family and sound.cause == "sound")
-    label = {
-        "cause": run.cause,
-        "detail": run.detail,
-        "twin": twin,
-        "begins": run.begins,
-        "intervention": len(run.changes) == 1,
-    }
-    (made / "label.json").write_text(json.dumps(label, indent=1) + "\n")
-    (made / "plan.json").write_text(json.dumps({"evaluations": [round(value, 5) for value in evaluations]}) + "\n")
-    made.rename(output / name)
+    evaluations = train_run(run, family, folder / "trace")
+    (folder / "plan.json").write_text(json.dumps({"evaluations": [round(value, 5) for value in evaluations]}) + "\n")
 
 
-def kept_share(folder: Path) -> float:
-    """Return the mean of the last fifth of the evaluations divided by that of the best consecutive fifth."""
-    evaluations = json.loads((folder / "plan.json").read_text())["evaluations"]
-    fifth = len(evaluations) // 5
-    means = np.convolve(evaluations, np.ones(fifth) / fifth, "valid")
-    return float(means[-1] / means.max())
-
-
-def print_table(output: Path, names: list[str]) -> None:
-    print(
-        f"{'run':26} {'cause':11} {'begins':>6} {'first':>6} {'best':>6} {'last':>6} {'kept':>6} {'twin':>6}  as meant"
-    )
-    for name in names:
-        folder = output / name
-        label = json.loads((folder / "label.json").read_text())
-        evaluations = np.array(json.loads((folder / "plan.json").read_text())["evaluations"])
-        fifth = len(evaluations) // 5
-        best = np.convolve(evaluations, np.ones(fifth) / fifth, "valid").max()
-        kept = kept_share(folder)
-        twin = kept_share(output / label["twin"]) if (output / label["twin"]).is_dir() else float("nan")
-        stays = label["cause"] in ("sound", "harmless")
-        as_meant = twin > KEPT_ABOVE and (kept > KEPT_ABOVE if stays else kept < FELL_BELOW)
-        numbers = f"{evaluations[0]:6.3f} {best:6.3f} {evaluations[-fifth:].mean():6.3f} {kept:6.3f} {twin:6.3f}"
-        print(f"{name:26} {label['cause']:11} {label['begins']:6d} {numbers}  {'yes' if as_meant else 'NO'}")
+def members(split: str, num_seeds: int | None = None) -> list[Member]:
+    """Return all runs, for one seed or several. There is only one split."""
+    twins = {run.family: name for name, run in RUNS.items() if run.cause == "sound"}
+    found = []
+    for seed in range(num_seeds or 1):
+        end = f"-s{seed}" if seed else ""
+        for name, run in RUNS.items():
+            label = {
+                "cause": run.cause, "detail": run.detail, "twin": twins[run.family] + end, "begins": run.begins,
+                "intervention": len(run.changes) == 1,
+            }  # fmt: skip
+            found.append(Member(name=name + end, label=label, perform=functools.partial(perform, run, seed)))
+    return found
 
 
 # What is made
@@ -849,22 +819,3 @@ RUNS = {
         "sort_kl", "other", "second moments lost every 10 updates", 60, {"second_moments_lost_every": 10}
     ),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="make these runs")
-    parser.add_argument("--seed", type=int, default=0, help="added to the seed of each family")
-    arguments = parser.parse_args()
-    for name in arguments.only:
-        if (arguments.output / name).is_dir():
-            continue
-        started = time.process_time()
-        make_run(name, RUNS[name], arguments.seed, arguments.output)
-        print(f"{name}: {time.process_time() - started:.1f} s of CPU", flush=True)
-    print_table(arguments.output, arguments.only)
-
-
-if __name__ == "__main__":
-    main()
