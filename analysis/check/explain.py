@@ -39,6 +39,7 @@ from .faults.not_computed import (
     find_constant_rows,
     find_constants,
     find_equal,
+    find_merged,
     find_missing,
     find_shared_constants,
     find_unsampled,
@@ -74,7 +75,7 @@ MIN_GAIN_NATS = 12.0
 """Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
 _MAX_ROUNDS = 5
-MAX_LEFT = 0.4
+MAX_LEFT = 0.5
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
 """An explanation that leaves less than this share unexplained competes only with others that predict values."""
@@ -89,7 +90,7 @@ _MAX_PARTS = 3
 _MAX_PLACES = 16
 
 _VALUES = (
-    find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
+    find_constants, find_merged, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
     find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
 """Explanations that predict each token's d or its sign."""
@@ -262,9 +263,11 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and _is_part(each.finding)
     ]
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
-        inside = data.without(~place.tokens)
+        inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < MIN_LOGPROBS:
             continue
+        # Rounding, as elsewhere in the run, stays unexplained.
+        noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
         by_position = "position" in str(place.finding.numbers.get("feature")) and (
             place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
         )
@@ -272,7 +275,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             same = next((other for other in whole if _own_same(each, other)), None)
             # Whatever causes wrong values after a position, they look like those of different tokens or of a smaller
             # vocabulary.
-            if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
+            left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
+            if (by_position and each.left is None and same is None) or left > MAX_LEFT:
                 continue
             shown = same or replace(each, beside=place.finding)
             found.append(replace(shown, gain=each.gain + place.gain))

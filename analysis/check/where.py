@@ -145,7 +145,9 @@ def places(data: PairData) -> list[Where]:
         after = _after(data, ids)
         for name, inside in (("after_ids", after), ("from_ids", after | np.isin(data.sample.tokens[data.keep], ids))):
             place = _split(data, noise, name, inside, level, None)
-            found.append(replace(place, kind="one_of", values=tuple(ids)) if place and place.kind == "is" else None)
+            if place and place.kind == "is":
+                chosen = len(ids) * float(np.log(len(np.unique(data.sample.tokens[data.keep]))))
+                found.append(replace(place, kind="one_of", values=tuple(ids), gain=place.gain - chosen))
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
 
 
@@ -160,15 +162,17 @@ def _trigger_ids(data: PairData) -> list[int]:
         return []
     tokens = data.sample.tokens[data.keep]
     clean: Counter[int] = Counter()
-    near = []
+    near, within = [], []
     for first, last in zip(*_row_bounds(data), strict=True):
         onset = int(off[first:last].argmax()) if off[first:last].any() else last - first
         before = first + max(onset - TRIGGER_SLACK, 0)
         clean.update(
             {*tokens[first:before].tolist(), *(data.sample.prompts[data.seq[first]] or () if before > first else ())}
         )
-        if 0 < onset < last - first:
-            near.append(set(tokens[before : first + onset + 1].tolist()))
+        if onset < last - first:
+            given = () if onset else data.sample.prompts[data.seq[first]] or ()
+            near.append({*tokens[before : first + onset + 1].tolist(), *given})
+            within += near[-1:] if onset else []
     often = Counter(chain.from_iterable(near))
     left = [{each for each in ids if clean[each] < often[each] / 4} for ids in near]
     chosen: list[int] = []
@@ -178,7 +182,7 @@ def _trigger_ids(data: PairData) -> list[int]:
             break
         chosen.append(token)
         left = [ids for ids in left if token not in ids]
-    return sorted(chosen)
+    return sorted(chosen) if sum(not ids.isdisjoint(chosen) for ids in within) >= MIN_TRIGGERED else []
 
 
 def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:

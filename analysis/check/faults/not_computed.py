@@ -10,7 +10,7 @@ import numpy as np
 
 from ....schemas.documents import Contract
 from .. import commands
-from ..finding import Fault, Finding, Hypothesis, Number, predicting
+from ..finding import Broken, Fault, Finding, Hypothesis, Number, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
@@ -27,6 +27,8 @@ _REPEATED_FACTOR = 3
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
+MAX_LEFT_BY_MERGING = 0.3
+"""Maximum fraction of the mismatch that sums over neighbours may leave."""
 MIN_COPIED_TOKENS = 4
 """A row counts as copied only if at least this many logprobs below -1e-3 nats are bitwise equal."""
 COPIED_BY_CHANCE = 1e-4
@@ -40,6 +42,8 @@ _EVIDENCE = {
     "{mean_entropy:.3g}, so they come from a prompt or a tool, not from sampling, and are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
+    "merged": "{side} is 0 for {num_tokens:,} tokens, and the token {where} them has their logprobs added to its own "
+    "({other}'s sums agree to {residual:.2g} nats), as if several tokens arrived as one, in {num_sequences:,} sequences",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
     "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
@@ -58,6 +62,8 @@ _EVIDENCE = {
 }
 _REASONS = {
     "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
+    "appended": "; elsewhere, {other} has {elsewhere_mean:.3g} on average; all these tokens are the last of their "
+    "response, so they were appended after sampling",
     "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
@@ -93,20 +99,27 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _fault(code: str, title: str, *signals: str) -> Fault:
+def _fault(code: str, title: str, *signals: str, **causes: str) -> Fault:
     evidence = {signal: _EVIDENCE[signal] for signal in signals}
-    return Fault(
-        code=code, title=title, broken=None if code == "equal" else "recording", evidence=evidence, words=_WORDS
-    )
+    broken: Broken | None = None if code == "equal" else "recording"
+    return Fault(code=code, title=title, broken=broken, evidence=evidence, words=_WORDS, causes=causes)
 
 
 _MISSING = ("missing", "missing_in_both", "missing_elsewhere")
 LENGTHS = _fault("lengths", "tokens are missing on one side", *_MISSING)
-HOLES = _fault("placeholders", "missing values instead of logprobs", *_MISSING)
+HOLES = _fault(
+    "placeholders", "missing values instead of logprobs", *_MISSING,
+    impossible="one side gives sampled tokens a probability of 0: it cuts off or forbids tokens that the other side sampled",
+    not_finite="one side computed NaN or infinity instead of logprobs",
+)  # fmt: skip
 PLACEHOLDERS = _fault(
     "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
 )
-NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are included in the loss", "constant")
+MERGED = _fault("log_base", "one side's logprobs are sums over several tokens", "merged")
+NOT_SAMPLED = _fault(
+    "mask", "prompt, tool or padding tokens are included in the loss", "constant",
+    appended="tokens that were not sampled are at the end of responses and included in the loss",
+)  # fmt: skip
 MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
 COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps")
 SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
@@ -157,8 +170,9 @@ def _missing(
     lost, counted = (np.bincount(each, minlength=sample.num_sequences) for each in (seq, sample.seq[sample.mask]))
     place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
     cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two tokens may be at an end by chance
+    cause = "" if nulls.any() else "impossible" if np.isneginf(values).all() else "not_finite"
     kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
-    return (LENGTHS if cut else HOLES).finding(
+    return (LENGTHS if cut and not cause else HOLES).finding(
         data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
         next=commands.sql(
             data,
@@ -169,7 +183,7 @@ def _missing(
         numbers={
             "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
             "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
-            "value": next((kind for kind, has in kinds.items() if has.all()), "NaN"),
+            "value": next((kind for kind, has in kinds.items() if has.all()), "NaN"), "cause": cause,
         },
     )  # fmt: skip
 
@@ -241,6 +255,35 @@ def find_constants(data: PairData) -> list[Hypothesis]:
     return found
 
 
+def find_merged(data: PairData) -> list[Hypothesis]:
+    """Detect tokens whose logprob is 0 because it was added to a neighbour's."""
+    found, same = [], np.diff(data.seq) == 0
+    for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
+        zero = own == 0
+        far = zero & (other < -0.05)
+        if far.sum() < MIN_CONSTANT_TOKENS:
+            continue
+        for where in ("before", "after"):
+            # Each token that is not 0 starts a group, or ends it.
+            group = np.cumsum(np.r_[True, ~(same & (zero[1:] if where == "before" else zero[:-1]))]) - 1
+            lead = ~zero & (np.bincount(group, zero)[group] > 0)
+            residual = np.where(lead, own - np.bincount(group, other)[group], 0.0)
+            tokens = np.bincount(group, lead)[group] > 0
+            if far[tokens].sum() < 0.8 * far.sum():
+                continue
+            size = float(np.median(np.abs(residual[lead])))
+            finding = MERGED.finding(
+                data, "merged", tokens, next=commands.tokens(data, f"logprob_{side} = 0"),
+                numbers={
+                    "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "where": where,
+                    "num_tokens": int(far.sum()), "num_sequences": len(np.unique(data.seq[tokens & far])), "residual": size,
+                },
+            )  # fmt: skip
+            hypothesis = predicting(data, finding, residual, 2.0, tokens)
+            found += [hypothesis] if hypothesis.left is not None and hypothesis.left < MAX_LEFT_BY_MERGING else []
+    return found
+
+
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
     """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob.
 
@@ -263,10 +306,11 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         # -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
-    # A logprob of 0 is correct for certain tokens and for tokens that are alone in their nucleus.
-    off = off[far] if value == 0.0 else off
-    elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
-    return bool(np.mean(np.abs(off)) > elsewhere / 2 or (value < 0 and np.mean(off < 0) > 0.9))
+    elsewhere = np.abs(other.logprobs[rest] - value)
+    if value == 0.0:  # correct for certain tokens and for tokens that are alone in their nucleus
+        off, elsewhere = off[np.abs(off) > 0.02], elsewhere[elsewhere > 0.02]
+    usual = np.median(elsewhere) if len(elsewhere) else 0.0
+    return bool(np.median(np.abs(off)) > usual / 2 or (value < 0 and np.mean(off < 0) > 0.9))
 
 
 def _constant(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> Finding:
@@ -277,13 +321,18 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
     num_runs = int((where & ~np.r_[False, where[:-1] & (np.diff(sample.seq) == 0)]).sum())
     is_last = np.r_[np.diff(sample.seq) != 0, True]
     reason = "none"
-    if mean < min(1.5 * usual, usual - 1) and where.sum() >= 2 * num_runs:
-        reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
+    if mean < min(1.5 * usual, usual - 1):
+        at_end = np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99
+        if where.sum() >= 2 * num_runs:
+            reason = "after_end" if at_end else "improbable"
+        elif at_end:
+            reason = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
         reason = "floor"
-    cause, is_impossible = "", value <= IMPOSSIBLE_LOGPROB
+    cause, is_impossible = reason if reason == "appended" else "", value <= IMPOSSIBLE_LOGPROB
+    is_filled = np.ptp(side.logprobs[where]) == 0 and value.is_integer() and np.any(side.logprobs[rest] % 2**-8)
     ids = np.unique(sample.tokens[where])
-    if is_impossible and len(ids) < where.sum() / 2 and not np.isin(sample.tokens[rest], ids).any():
+    if is_impossible and not is_filled and len(ids) < where.sum() / 2 and not np.isin(sample.tokens[rest], ids).any():
         cause = "forbidden"
     elif (
         is_impossible
@@ -293,9 +342,10 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
     ):
         cause = "masked"
     chosen = f"<= {IMPOSSIBLE_LOGPROB}" if np.ptp(side.logprobs[where]) > 0 else f"= {value!r}::FLOAT"
-    fault = TRUNCATION if cause else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
+    is_cut = cause in ("forbidden", "masked")
+    fault = TRUNCATION if is_cut else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
     return fault.finding(
-        data, cause or "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+        data, cause if is_cut else "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
         next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} {chosen}"),
         numbers={
             "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),

@@ -384,7 +384,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return [_smoothed(data, lowered, raised)]
     # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
     # changes some tokens by nats in the opposite direction.
-    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
+    most = 0.1 if recorded_filter(data) else 0.02
+    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(most * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
     if np.median(size[quarters[3]]) > max(3.0, 20 * float(np.median(size[quarters[1]]))):
