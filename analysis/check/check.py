@@ -20,6 +20,7 @@ from ..trace.tokens import spread
 from ..views import open_database
 from .data_checks import DataFinding, data_findings
 from .explain import explain
+from .faults.not_computed import reference_copied
 from .finding import Broken, Finding, nobodys
 from .pair_data import FEW_TOKENS, PairData
 from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
@@ -144,6 +145,9 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
     """
     sums = data.sums
     findings = explain(data)
+    equal = next((each for each in of_data if each.code == "reference_is_policy"), None)
+    if equal is not None and findings[0].fails and findings[0].signal == "judged" and "train" in data.names.values():
+        findings.insert(0, reference_copied(data, equal.numbers))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(

@@ -318,6 +318,53 @@ def growth(data: PairData) -> MismatchGrowth:
     return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]), bool(is_sudden))
 
 
+@dataclass(frozen=True, slots=True)
+class Onset:
+    column: int
+    shape: str
+    """`event` if the onset is at a fixed response position, else `shards` if the mismatch decays and starts again at
+    twice the column, else `window`."""
+
+
+MIN_ONSET_SHARE = 0.25
+"""Minimum share of variance in `levels` that splitting at one column must explain."""
+
+
+@once
+def onset(data: PairData) -> Onset | None:
+    """Return the column from which on the mismatch exceeds rounding, or None.
+
+    Columns count response tokens, prompt and response tokens, or those and the padding to their left.
+    """
+    log, noise, num = levels(data), logit_error(data), data.num_kept
+    total = data.position + data.sample.prompt_lengths[data.seq]
+    padding = [np.nan_to_num(side.pad_left)[data.seq] for side in (data.sample.a, data.sample.b)]
+    found = []
+    for values in (data.position, total, *(total + each for each in padding if each.any())):
+        column = values.astype(np.int64)
+        count = np.bincount(column)
+        size, part = np.cumsum(count)[:-1], np.cumsum(np.bincount(column, log - log.mean()))[:-1]
+        is_onset = (np.minimum(size, num - size) >= max(20.0, 0.02 * num)) & (part < 0)
+        share = np.where(is_onset, part**2 * (1 / np.maximum(size, 1) + 1 / np.maximum(num - size, 1)), 0.0)
+        found.append((float(share.max(initial=0.0)), int(share.argmax()) + 1 if len(share) else 0, column))
+    (of_position, *_), (share, at, column) = found[0], max(found[1:], key=lambda each: each[0])
+
+    def between(first: float, last: float) -> float:
+        inside = noise[(column >= first * at) & (column < last * at)]
+        return float(np.median(inside)) if len(inside) >= 8 else float("nan")
+
+    begin, end, again = between(1, 1.2), between(1.8, 2), between(2, 2.2)
+    # The more tokens a window leaves out, the larger the mismatch.
+    is_event = of_position > (1.05 if end > 1.2 * begin else 0.9) * share
+    if is_event:
+        share, at, column = found[0]
+    least = MIN_ONSET_SHARE * float(np.sum((log - log.mean()) ** 2))
+    if share < least or np.median(noise[column < at]) > allowed_noise(data):
+        return None
+    is_repeated = not is_event and min(begin, again) > 1.5 * end
+    return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
+
+
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.

@@ -18,6 +18,7 @@ from ..features import (
     implied,
     judged,
     judged_words,
+    onset,
     probabilities,
     reasons,
     repeats,
@@ -55,6 +56,9 @@ CLEAR_LAG = 2.5
 CLEAR_FADE = 4.0
 """If the mismatch declines along responses by more than this (standard errors), weights alone cannot explain it. In the
 45 runs with stale or quantised weights used to choose this bound, it is at most 2.7."""
+FIRST_TOKEN = 3.0
+"""The prompt's forward pass predicts the first response token. If the logit error there is this many times that of the
+next four, this pass is at fault. If it is smaller by the square of this, only later passes are."""
 TAIL_RATIO = 10.0
 """Minimum logit error for a tail token, divided by the median error. Rounding alone reaches 6 to 8."""
 
@@ -76,6 +80,10 @@ NOT_REPEATABLE = Fault(
 )  # fmt: skip
 _HINTS = {
     "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
+    "prefill": "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the "
+    "prompt's forward pass predicts, differs most",
+    "decode": "positions that are offset after the prompt, or a wrong cache for it: the first response token, which the "
+    "prompt's forward pass predicts, agrees",
     "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
     "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
     "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
@@ -90,6 +98,8 @@ ROW_CONTEXT = Fault(
     words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
         "prompt": "the two sides read different prompts",
+        "prefill": "one side processes prompts incorrectly",
+        "decode": "one side decodes incorrectly after the prompt: wrong positions or a wrong cache",
         "cut": "one side truncates long prompts or reads only part of them",
         "group": "the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
         "turns": "later turns have a different context",
@@ -99,15 +109,27 @@ ROW_CONTEXT = Fault(
         "ids": "the two sides read some token ids differently",
     },
 )  # fmt: skip
+_ONSETS = {
+    "": "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during "
+    "sampling",
+    "window": "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about "
+    "{onset} on",
+    "shards": "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones",
+    "event": "a weight update during sampling, a resumed request, or a template that rewrites earlier turns, at response "
+    "token {onset}",
+}
 ONSET = Fault(
     code="position_onset", title="the mismatch begins inside sequences", broken="computation",
-    evidence={
-        "judged": judged(
-            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update "
-            "during sampling"
-        )
+    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
+    words=dict.fromkeys(
+        ("judged", "implied"), lambda n: {**judged_words(n), "hint": _ONSETS[n["cause"]].format_map(n)}
+    ),
+    causes={
+        "window": "one side attends to fewer tokens, or its positions are limited: an attention window, an evicted "
+        "cache, or rotary positions",
+        "shards": "one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
+        "event": "from one response position on, one side has other weights or another context",
     },
-    words={"judged": judged_words},
 )  # fmt: skip
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
@@ -155,6 +177,8 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
+    if place is not None and place.feature in ("position", "total_position") and onset(data) is not None:
+        told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
     known = among_faults(probabilities(data))
@@ -251,6 +275,11 @@ def _finding(
         unsteady = "a" if twins.a > twins.b else "b"
         broken = SIDES.get(data.names[unsteady], "computation")
         numbers["side"] = data.names[unsteady]
+    if kind == "prompt" and cause == "prompt":
+        ratio = _first_token_ratio(data)
+        numbers["cause"] = "prefill" if ratio > FIRST_TOKEN else "decode" if ratio < 1 / FIRST_TOKEN**2 else cause
+    if kind == "onset" and (begins := onset(data)) is not None:
+        numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     if kind == "weights":
         along = float(numbers["along_movement"] or 0.0)
         behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
@@ -260,6 +289,13 @@ def _finding(
         data, "implied" if probability is None else "judged", inside,
         weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
     )  # fmt: skip
+
+
+def _first_token_ratio(data: PairData) -> float:
+    """Return the logit error at the first response token relative to the next four, or NaN with too few."""
+    noise, position = logit_error(data), data.position
+    first, others = noise[position == 0], noise[(position > 0) & (position < 5)]
+    return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")
 
 
 def _next(data: PairData, kind: str) -> Advice:

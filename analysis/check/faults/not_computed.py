@@ -57,6 +57,8 @@ _EVIDENCE = {
     "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
     "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token "
     "{late}",
+    "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, "
+    "but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
     "contracts name {differing}: in these rows, one pass is a copy of the other",
 }
@@ -121,9 +123,18 @@ NOT_SAMPLED = _fault(
     appended="tokens that were not sampled are at the end of responses and included in the loss",
 )  # fmt: skip
 MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
-COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps")
+COPIES = _fault(
+    "copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps", "reference",
+    reference="the reference's logprobs are stored as the trainer's",
+)  # fmt: skip
 SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
+
+
+def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
+    return COPIES.finding(
+        data, "reference", next=commands.stats(data, "step"), numbers={**numbers, "cause": "reference"}, weight=0.5
+    )
 
 
 def find_missing(data: PairData) -> list[Finding]:
@@ -308,7 +319,10 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
             return False
     elsewhere = np.abs(other.logprobs[rest] - value)
     if value == 0.0:  # correct for certain tokens and for tokens that are alone in their nucleus
-        off, elsewhere = off[np.abs(off) > 0.02], elsewhere[elsewhere > 0.02]
+        uncertain = np.abs(off) > 0.02
+        if np.isin(data.sample.tokens[rest], data.sample.tokens[where][uncertain]).sum() < uncertain.sum() / 4:
+            return True  # these ids nearly always have it
+        off, elsewhere = off[uncertain], elsewhere[elsewhere > 0.02]
     usual = np.median(elsewhere) if len(elsewhere) else 0.0
     return bool(np.median(np.abs(off)) > usual / 2 or (value < 0 and np.mean(off < 0) > 0.9))
 
